@@ -524,7 +524,8 @@ class MultimodalStrategy(CheckpointStrategy):
         return self._full_view("full_gradients", "gradients")
 
     def _full_view(self, method: str, kind: str) -> AbstractContextManager[None]:
-        rule, fix = "This installation comes without what shows full tensors", "Install the whole package"
+        rule = "Full tensors are shown from the end of setup on, by the feature 'full_views'"
+        fix = "Call it in a hook after configure_optimizers; where the feature is missing, install the whole package"
         return required(self._run(method).guard.entered, method, rule, fix)(f"the end of {method}()", kind)
 
     # --- communication of Lightning's own ---

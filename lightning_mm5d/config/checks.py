@@ -89,8 +89,11 @@ def check(
     decoders = decoders_of(modalities)
     main = main_modality_of(modalities) if decoders else loss_modality
     for name, modality in modalities.items():
-        is_encoder = name != main and name not in decoders
         _check_sizes(f"modalities.{name}", modality)
+    for replicas in parts("pipelines"):
+        replicas.check_pipelines(modalities, schedule)
+    for name, modality in modalities.items():
+        is_encoder = name != main and name not in decoders
         _check_paths(f"modalities.{name}.module", modality.module)
         _check_paths(f"modalities.{name}.boundary", modality.boundary)
         _check_cost(f"modalities.{name}.cost", modality)
@@ -98,8 +101,6 @@ def check(
         check_memory(f"modalities.{name}", modality)
         _check_sequence_parallel(f"modalities.{name}", modality)
         _check_vocabulary(f"modalities.{name}.make_vocab_size_divisible_by", modality)
-    for replicas in parts("pipelines"):
-        replicas.check_pipelines(modalities, schedule)
     _check_owners(modalities)
     for name in modalities:
         _check_feeds(name, modalities, main)

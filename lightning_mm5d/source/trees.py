@@ -65,12 +65,13 @@ def tree_of(function: FunctionType) -> ast.FunctionDef | None:
 
     Each function is parsed once in a process.
     """
-    if function.__code__ not in _TREES:
-        _TREES[function.__code__] = _parsed(function)
-    return _TREES[function.__code__]
+    key = function.__code__.co_filename, function.__code__  # equal code may stand in several files
+    if key not in _TREES:
+        _TREES[key] = _parsed(function)
+    return _TREES[key]
 
 
-_TREES: dict[CodeType, ast.FunctionDef | None] = {}
+_TREES: dict[tuple[str, CodeType], ast.FunctionDef | None] = {}
 """What each code object was written as, which stays: each plan asks again, and parsing takes milliseconds."""
 
 

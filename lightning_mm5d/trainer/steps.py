@@ -390,6 +390,13 @@ class Steps:
         return {**options, "copies": self._writing.get(name, True)}
 
     def run(self, step: UserStep, trainable: frozenset[str], ending: Ending | None = None) -> None:
+        """Run a step on its microbatches by the schedule; capture what it logs, and note whether it writes files.
+
+        Args:
+            step: whose results are kept by itself.
+            trainable: names of modalities with parameters that train.
+            ending: what ends the step's sums; None for steps without gradients.
+        """
         with (
             self._capture.capture() as joined,
             self._metrics.local(joined if step.is_split else None),

@@ -58,8 +58,10 @@ class Compile(Feature):
 
     def layers(
         self, module: pl.LightningModule, layers: Mapping[str, list[str]], plan: Plan, in_lock_step: Callable[[], bool]
-    ) -> Callable[[], None]:
+    ) -> Callable[[], None] | None:
         """Compile the forwards of this rank's layers."""
+        if not any(modality.compile for modality in plan.modalities.values()):
+            return None
         return _CompiledLayers(module, layers, plan.modalities, plan.partition.kept, in_lock_step).remove
 
 

@@ -119,7 +119,7 @@ def rest_of_shards(
     if shares is None:
         return left
     whole = Rest(items, 1, 0, drop_last=False)
-    return [part_of("dealing").dealt_rest(whole, left[0], shares, shard) for shard in shards]
+    return [part_of("dealing").dealt(left[0], shares, shard, whole) for shard in shards]
 
 
 def _shared_order(loader: DataLoader[Any], indices: Any, leaf: Any, epoch: Epoch) -> list[Any]:

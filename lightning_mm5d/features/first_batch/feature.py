@@ -87,11 +87,7 @@ class _Checks(Attached):
         self._module, self._device, self._layout = running.module, running.device, running.plan.layout
         self._frozen = dict[str, Tensor]()
         self._steps = running.steps
-        self._steps.first = self
-
-    def remove(self) -> None:
-        """Watch no longer."""
-        self._steps.first = None
+        self.put_attribute(running.steps, "first", self)
 
     def begin(self, *, is_gathered: bool) -> None:
         """Keep the norms of frozen parameters."""

@@ -30,17 +30,11 @@ class KeptCasts(Feature):
 
     def attach(self, running: Running) -> Attached | None:
         """Let the microbatches of a step share copies."""
-        return _Kept(running) if running.trainer.state.fn == TrainerFn.FITTING else None
-
-
-class _Kept(Attached):
-    def __init__(self, running: Running) -> None:
-        self._steps = running.steps
-        self._steps.casting = CastingOnce(running.module, running.device)
-
-    def remove(self) -> None:
-        """Let each microbatch cast for itself."""
-        self._steps.casting = None
+        if running.trainer.state.fn != TrainerFn.FITTING:
+            return None
+        attached = Attached()
+        attached.put_attribute(running.steps, "casting", CastingOnce(running.module, running.device))
+        return attached
 
 
 class CastingOnce:

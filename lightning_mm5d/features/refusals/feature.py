@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -43,7 +43,7 @@ from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.source.names import names
 from lightning_mm5d.source.trees import decorated, method_of, tree_of
-from lightning_mm5d.trainer.feature import Feature, Running
+from lightning_mm5d.trainer.feature import Attached, Feature, Running
 
 
 class Refusals(Feature):
@@ -86,17 +86,20 @@ class Refusals(Feature):
                     "Leave it out, or use one stage (colocate all modalities, pp_size=1) and zero_stage=0",
                 )
 
-    def attach(self, running: Running) -> None:
+    def attach(self, running: Running) -> Attached | None:
         """Refuse optimizers of a fit, and have its `on_fit_start` watched."""
         if running.trainer.state.fn != TrainerFn.FITTING:
-            return
+            return None
         check_optimizers(running)
-        if not running.is_plain and is_overridden("on_fit_start", running.module):
-            _watch_fit_start(running.module)
+        if running.is_plain or not is_overridden("on_fit_start", running.module):
+            return None
+        attached = Attached()
+        attached.put_attribute(running.module, "on_fit_start", _watched_fit_start(running.module))
+        return attached
 
 
-def _watch_fit_start(module: pl.LightningModule) -> None:
-    """Check the module's parameters around its `on_fit_start`, once.
+def _watched_fit_start(module: pl.LightningModule) -> Callable[[], None]:
+    """Return the module's `on_fit_start` with a check of the parameters around it.
 
     Raises:
         ConfigError: from the hook, when it replaces, adds or removes parameters, or reads those of other ranks.
@@ -106,7 +109,6 @@ def _watch_fit_start(module: pl.LightningModule) -> None:
 
     @functools.wraps(hook)
     def watched() -> None:
-        vars(module).pop("on_fit_start", None)
         cause: RemoteParameterError | None = None
         try:
             hook()
@@ -120,7 +122,7 @@ def _watch_fit_start(module: pl.LightningModule) -> None:
             fix = "Do it in configure_model, or in __init__ (resize_token_embeddings, added tokens and adapters too)"
             raise ConfigError("on_fit_start", got, rule, fix) from cause
 
-    vars(module)["on_fit_start"] = watched
+    return watched
 
 
 def _parameters(module: pl.LightningModule) -> dict[str, int]:
@@ -295,7 +297,7 @@ def check_optimizers(running: Running) -> None:
                 f"{type(inner).__name__} could not be tried on small parameters: where ranks hold parts of the "
                 "module, it is right only if its update of a parameter depends on no other, and with tp_size or "
                 "zero_stage its update of an element on no other. Compare its losses with those of one process",
-                stacklevel=6,
+                stacklevel=7,
             )
         if edges and mixes:
             raise ConfigError(

@@ -50,13 +50,9 @@ class RefusedRowIndices(Feature):
 
 class _Watched(Attached):
     def __init__(self, running: Running) -> None:
-        self._module, self._steps = running.module, running.steps
+        self._module = running.module
         self._seen: set[Any] = set()
-        self._steps.watch = self._watch
-
-    def remove(self) -> None:
-        """Watch no longer."""
-        self._steps.watch = None
+        self.put_attribute(running.steps, "watch", self._watch)
 
     def _watch(self, name: str, parts: Parts) -> Callable[[Microbatch], RowIndices] | None:
         """Return what watches a step, the first of each structure; None for others."""

@@ -124,7 +124,7 @@ class _Digested(Attached):
 
     def __init__(self, running: Running) -> None:
         self._trainer, layout, self._rank = running.trainer, running.plan.layout, running.rank
-        self._layout, self._turns = layout, running.turns
+        self._layout = layout
         self._shared = [n for n in range(layout.num_replicas) if len(layout.replica_ranks(n)) > 1]
         self._served = layout.replicas_of_rank(self._rank)
         # of predictions of several replicas, which do not wait for each other
@@ -132,7 +132,7 @@ class _Digested(Attached):
         self._compared = dict[str, int]()
         self._fields: dict[int, dict[str, list[str]]] | None = None
         self._where = ""
-        running.turns.proof = self
+        self.put_attribute(running.turns, "proof", self)
         before_transfer = getattr(running.module, BEFORE_TRANSFER)
 
         def prepared(batch: Any, dataloader_idx: int = 0) -> Any:
@@ -140,11 +140,6 @@ class _Digested(Attached):
             return before_transfer(batch, dataloader_idx)
 
         self.put_attribute(running.module, BEFORE_TRANSFER, prepared)
-
-    def remove(self) -> None:
-        """Compare no longer."""
-        super().remove()
-        self._turns.proof = None
 
     @property
     def is_due(self) -> bool:

@@ -27,14 +27,15 @@ class StartSummary(Feature):
     """Prints one table at the start of a fit."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._schedule = name_of(fields["schedule"])
         count, size = fields["num_microbatches"], fields["microbatch_size"]
         self._microbatches = str(count or 1) if count or size is None else f"of {size} samples"
 
     def attach(self, running: Running) -> None:
         """Print on rank 0."""
         if running.trainer.state.fn == TrainerFn.FITTING and running.rank == 0:
-            callbacks, schedule = vars(running.trainer)["callbacks"], name_of(running.schedule)
-            _show(callbacks, running.plan, schedule=schedule, microbatches=self._microbatches)
+            callbacks = vars(running.trainer)["callbacks"]
+            _show(callbacks, running.plan, schedule=self._schedule, microbatches=self._microbatches)
 
 
 def _show(callbacks: Sequence[pl.Callback], plan: Plan, *, schedule: str, microbatches: str) -> None:

@@ -85,28 +85,17 @@ def deals(dataloader: object, shares: Sequence[int]) -> bool:
     )
 
 
-def dealt(batches: BatchSampler, shares: Sequence[int], shard: int) -> DealtBatches:
+def dealt(batches: BatchSampler, shares: Sequence[int], shard: int, whole: Any = None) -> DealtBatches:
     """Return what yields the batches of one replica.
 
     Args:
         batches: the batch sampler of equal replicas, of a loader that `deals`.
         shares: microbatches of each replica.
         shard: number of the replica.
+        whole: yields the samples of all replicas, where an epoch goes on; by default all that `batches` draw from.
     """
     leaf: Any = batches.sampler
-    return DealtBatches(_whole(leaf), batches.batch_size, batches.drop_last, shares, shard)
-
-
-def dealt_rest(whole: Any, equal: BatchSampler, shares: Sequence[int], shard: int) -> DealtBatches:
-    """Return what yields the batches of one replica of what is left of an epoch.
-
-    Args:
-        whole: yields all samples that are left.
-        equal: the batches of equal replicas.
-        shares: microbatches of each replica.
-        shard: number of the replica.
-    """
-    return DealtBatches(whole, equal.batch_size, equal.drop_last, shares, shard)
+    return DealtBatches(_whole(leaf) if whole is None else whole, batches.batch_size, batches.drop_last, shares, shard)
 
 
 def _whole(leaf: DistributedSampler[Any]) -> DistributedSampler[Any]:

@@ -48,6 +48,9 @@ def lengths(pipelines: Any, world: int, **fields: Any) -> tuple[int, ...]:
         ([4, 0], {}, "pipelines[1]"),
         ([4, True], {}, "pipelines[1]"),
         ([4, TEMPLATE], {}, "pipelines[1]"),
+        ([3, PipelineTemplate(stages=7)], {}, "pipelines[1]"),  # type: ignore[arg-type]
+        ([PipelineTemplate(stages=5)] * 2, {}, "pipelines[0].stages"),  # type: ignore[arg-type]
+        ([PipelineTemplate(stages=5)] * 2, {"cost": [1.0]}, "pipelines[0].stages"),  # type: ignore[arg-type]
         ([PipelineTemplate()], {}, "pipelines[0]"),
         ([PipelineTemplate(stages=[["layers.0"], ["layers.1"]])], {}, "pipelines[0].stages"),
         ({"max": 3}, {}, "pipelines.min"),
