@@ -22,7 +22,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
 from lightning_mm5d.config.tables import Table, memory_text
 from lightning_mm5d.features.shared_experts.experts import find_experts
-from lightning_mm5d.partition.costs import Unit, units
+from lightning_mm5d.partition.costs import units
 from lightning_mm5d.partition.find import find
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import SCHEDULES, check_fields, name_of
@@ -30,6 +30,7 @@ from lightning_mm5d.tools.cli.cluster_file import read_cluster
 from lightning_mm5d.tools.cli.configuration import Source
 from lightning_mm5d.tools.cli.estimates import first_microbatch, first_samples, may_share, step_of, tracer
 from lightning_mm5d.tools.cli.job import STRATEGY, Job, durations, load
+from lightning_mm5d.tools.cli.measured_run import MeasuredRun, measured_scales, read_run
 from lightning_mm5d.tools.cli.terminal import bytes_of, show
 from lightning_mm5d.tools.planner.activation_trace import Trace
 from lightning_mm5d.tools.planner.layout_costs import LayoutCosts
@@ -44,8 +45,10 @@ NODE = 8
 
 def plan(arguments: Namespace, source: Source) -> None:
     """Search layouts for a cluster, print them and write the best."""
+    _check_sources(arguments)
     if arguments.write is not None and not arguments.write.parent.is_dir():
         raise ConfigError("--write", str(arguments.write), "There is no such folder", "Name a file in another one")
+    run = None if arguments.run is None else read_run(arguments.run)
     cluster = _cluster(arguments)
     world = None if cluster is None else (cluster.ranks, cluster.nodes)
     job = load(source, with_memory=arguments.measure, world=world)
@@ -54,8 +57,8 @@ def plan(arguments: Namespace, source: Source) -> None:
         cluster = Cluster(nodes=size // per_node, ranks=per_node, memory=_memory(arguments) or sys.maxsize)
     traced = tracer(job)
     with _quiet():
-        told = partial(_durations, job, arguments)
-        search, replica_batch = search_of(job, cluster, arguments.batch, traced, told)
+        scaled = partial(_scales, job, arguments, run)
+        search, replica_batch = search_of(job, cluster, arguments.batch, traced, scaled)
         found = search.best()
     if not found:
         raise search.refusal()
@@ -77,6 +80,7 @@ def plan(arguments: Namespace, source: Source) -> None:
             f"ranks: {cluster.size} on {cluster.nodes} nodes, memory: {memory}, samples of a step: {search.batch}, "
             f"layouts simulated: {search.tried}",
             Table.of(head, rows),
+            *([] if run is None else [f"The step that {run.path} shows took {1e3 * run.seconds:.4g} ms"]),
             _own(job, search, found[0]),
             text,
         ]
@@ -123,16 +127,31 @@ def nodes_of(option: str, size: int) -> tuple[int, int]:
     return min(size, NODE), -(-size // NODE)
 
 
-def _durations(job: Job, arguments: Namespace, rows: Mapping[str, Sequence[Unit]]) -> dict[str, Sequence[float]]:
-    """Seconds of the forward of each unit, of the modalities of which they are measured or given."""
-    if not arguments.measure:
-        return {name: [total] for name, total in durations(arguments.cost, job.modalities).items()}
-    assert job.module is not None
-    if arguments.cost is not None:
-        raise ConfigError("--measure", True, "Durations are either measured or given", "Leave out --cost or --measure")
-    if torch.cuda.is_available():
-        job.module.to("cuda")
-    return dict(measure(job.module, first_microbatch(job), find(job.module, job.strategy.modalities), rows).medians)
+def _check_sources(arguments: Namespace) -> None:
+    """Refuse several sources of durations."""
+    said = {"--cost": arguments.cost, "--measure": arguments.measure or None, "--from": arguments.run}
+    given = [option for option, value in said.items() if value is not None]
+    if len(given) > 1:
+        rule, fix = "Durations are measured here, or given, or those of a run", f"Leave out {' or '.join(given)}"
+        raise ConfigError(given[1], str(said[given[1]]), rule, fix)
+
+
+def _scales(
+    job: Job, arguments: Namespace, run: MeasuredRun | None, costs: LayoutCosts
+) -> Mapping[str, Sequence[float]]:
+    """Measured over estimated time of each unit, of the modalities of which it is measured or given."""
+    if run is not None:
+        return measured_scales(run, job.plan, costs)
+    told: dict[str, Sequence[float]] = {}
+    if arguments.measure:
+        assert job.module is not None
+        if torch.cuda.is_available():
+            job.module.to("cuda")
+        parts = find(job.module, job.strategy.modalities)
+        told |= measure(job.module, first_microbatch(job), parts, costs.rows).medians
+    else:
+        told |= {name: [total] for name, total in durations(arguments.cost, job.modalities).items()}
+    return costs.scales_of(told)
 
 
 def search_of(
@@ -140,7 +159,7 @@ def search_of(
     cluster: Cluster,
     batch: int | None,
     traced: Callable[[Plan], Trace],
-    told: Callable[[Mapping[str, Sequence[Unit]]], Mapping[str, Sequence[float]]] = lambda _: {},
+    scaled: Callable[[LayoutCosts], Mapping[str, Sequence[float]]] = lambda _: {},
 ) -> tuple[LayoutSearch, int]:
     """Return the search of a job, and the samples of a replica's batch as its data have them.
 
@@ -149,7 +168,7 @@ def search_of(
         cluster: its ranks.
         batch: samples of a step; those configured where unset.
         traced: as `tracer` returns it.
-        told: returns, of the units of all modalities, seconds of each forward or of all together, by modality.
+        scaled: returns, for some modalities, the measured time of each unit over that which costs give it.
 
     Raises:
         ConfigError: the search cannot lay out the modalities, or no first batch tells of tokens.
@@ -197,13 +216,7 @@ def search_of(
         two = traced(plan_of(with_experts))
     rows = units(module, find(module, plan.modalities))
     costs = LayoutCosts(cluster, step.trace, two, each, rows, step)
-    scales = {}
-    for name, seconds in told(rows).items():
-        forwards = [unit.forward for unit in costs.units(name, base[name], each)]
-        scales[name] = [seconds[0] / sum(forwards)] * len(forwards)
-        if len(seconds) == len(forwards):
-            scales[name] = [each / one for each, one in zip(seconds, forwards, strict=True)]
-    costs = replace(costs, scales=scales, known={})
+    costs = replace(costs, scales=scaled(costs), known={})
     own_ranks = sum(one.own_ranks_per_replica for one in job.modalities.values())
     replicas = job.modalities[loss].dp_size or max(cluster.size // own_ranks, 1)
     replicas = replicas if job.plan is None else job.plan.layout.num_replicas

@@ -37,7 +37,7 @@ _OPTIONS = (
     "--rank",
     "--world",
 )
-_SEARCH_OPTIONS = ("--ranks", "--memory", "--memory-limit", "--cluster", "--batch", "--write")
+_SEARCH_OPTIONS = ("--ranks", "--memory", "--memory-limit", "--cluster", "--batch", "--write", "--from")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -253,6 +253,13 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="time the forward of every layer several times on one microbatch of the training data, here, instead of "
         "estimating it",
+    )
+    one.add_argument(
+        "--from",
+        dest="run",
+        type=Path,
+        metavar="FILE",
+        help="take what layers cost from a run of the configured layout, from its timeline: FILE.json",
     )
     one.add_argument(
         "--write", "--out", type=Path, metavar="FILE", help="write the best layout, a file to lay over CONFIG"

@@ -98,6 +98,16 @@ class LayoutCosts:
             self.known[key] = [self._unit(unit, *pair, modality, factor, scale) for unit, scale, pair in pairs]
         return self.known[key]
 
+    def scales_of(self, told: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+        """Return `scales` for seconds of each unit's forward, or of all together, on one rank; `self` has none."""
+        scales = {}
+        for name, seconds in told.items():
+            forwards = [unit.forward for unit in self.units(name, Modality(), self.samples)]
+            scales[name] = [seconds[0] / sum(forwards)] * len(forwards)
+            if len(seconds) == len(forwards):
+                scales[name] = [each / one for each, one in zip(seconds, forwards, strict=True)]
+        return scales
+
     def _unit(self, unit: Unit, one: UnitUse, two: UnitUse, modality: Modality, factor: float, scale: float) -> Unit:
         tp, cp, ep = modality.tp_size, modality.cp_size, modality.ep_size
         named = [each.name for each in fields(Work)]

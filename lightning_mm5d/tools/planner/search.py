@@ -132,7 +132,7 @@ class LayoutSearch:
                 continue
             if judged is not None and judged.memory.peak <= self.memory:
                 fits.add(key)
-                found = sorted([*found, judged], key=lambda each: each.time.seconds)[:_SHOWN]
+                found = sorted([*found, judged], key=_rank)[:_SHOWN]
                 slowest = found[-1].time.seconds if len(found) == _SHOWN else math.inf
         return [replace(one, exposed=self.exposed(one)) for one in found]
 
@@ -358,6 +358,11 @@ class LayoutSearch:
 def _most(stages: int, ranks: int) -> int:
     """Microbatches after which a step goes on at the pace of its busiest rank, a multiple of the pipeline's ranks."""
     return -(-(3 * stages + 4) // ranks) * ranks
+
+
+def _rank(judged: Judged) -> tuple[float, int]:
+    """By time; of equal times that of fewer microbatches, each of which has a cost that is not counted."""
+    return float(f"{judged.time.seconds:.4g}"), judged.candidate.microbatches
 
 
 def divisors(number: int) -> list[int]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +81,66 @@ def test_a_cluster_of_other_ranks_and_memory_that_nothing_fits_are_refused(plan:
     assert "There are vision, audio, language" in plan.refusal("--cost", "video=1")
     assert "Leave out --cost or --measure" in plan.refusal("--measure", "--cost", "vision=1")
     assert plan.refusal("--write", str(tmp_path / "missing" / "file.yaml")).startswith("--write: got ")
+
+
+def timeline(path: Path, stages: dict[str, float], microbatches: int, *, simulated: bool = True) -> str:
+    """Write what `timeline` writes of a run; return its path.
+
+    Args:
+        path: of the file.
+        stages: seconds of a forward, by stage; backwards take twice that.
+        microbatches: of the step.
+        simulated: with the rows of a simulation, which take ten times as long.
+    """
+    events: list[dict[str, Any]] = []
+    for rank, (stage, seconds) in enumerate(stages.items()):
+        for row, factor, label in ((2 * rank, 1e6, stage), (2 * rank + 1, 1e7, "simulated"))[: 1 + simulated]:
+            events.append({"name": "thread_name", "ph": "M", "tid": row, "args": {"name": f"{rank}  {label}"}})
+            for number, (kind, part) in product(range(microbatches), (("forward", 1), ("backward", 2))):
+                start, took = 3 * number + part - 1, part * seconds * factor
+                at = {"ph": "X", "tid": row, "ts": start * seconds * factor, "dur": took, "cat": kind, "name": kind}
+                events.append({**at, "args": {"stage": stage, "microbatch": number}})
+    path.write_text(json.dumps({"traceEvents": events}))
+    return str(path)
+
+
+STAGES = {"vision.0": 0.01, "audio.0": 0.02, "language.0": 0.03, "language.1": 0.04}
+
+
+def test_it_plans_with_the_costs_of_a_run(plan: Plan, tmp_path: Path) -> None:
+    run = timeline(tmp_path / "run.json", STAGES, 4)
+    code, out, err = plan.run("--from", run)
+    assert (code, err) == (0, "")
+    assert f"The step that {run} shows took 480 ms" in out
+    # the busiest rank works 4 x 0.12 s, and waits for a forward of each stage before it, and their backwards after it
+    own = re.search(r"The configured layout .* takes (\S+) ms", out)
+    assert own is not None
+    assert float(own[1]) == pytest.approx(1e3 * (4 * 0.12 + 0.03 * 3 + 0.02 * 3), rel=1e-3)
+    # one rank does a microbatch of 8 samples in 0.3 s, and each of four ranks has those of one
+    assert "300" in out.split("\n\n")[1].splitlines()[1].split()
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "simulated", "rule"),
+    [
+        (STAGES, 4, False, "no timeline of a run"),
+        ({}, 4, True, "no timeline of a run"),
+        (STAGES, 3, True, "3 microbatches, and the configuration 4"),
+        ({**STAGES, "language.2": 0.1}, 4, True, "language.2, vision.0, and the configuration"),
+    ],
+)
+def test_a_file_of_another_run_is_refused(
+    plan: Plan, tmp_path: Path, stages: dict[str, float], microbatches: int, simulated: bool, rule: str
+) -> None:
+    assert rule in plan.refusal("--from", timeline(tmp_path / "run.json", stages, microbatches, simulated=simulated))
+
+
+def test_what_is_no_timeline_and_two_sources_of_durations_are_refused(plan: Plan, tmp_path: Path) -> None:
+    assert "no timeline of a run" in plan.refusal("--from", str(CONFIG))
+    assert "cannot be read" in plan.refusal("--from", str(tmp_path / "missing.json"))
+    (tmp_path / "list.json").write_text("[1, 2]")
+    assert "no timeline of a run" in plan.refusal("--from", str(tmp_path / "list.json"))
+    assert "Leave out --measure or --from" in plan.refusal("--measure", "--from", str(CONFIG))
 
 
 class Takes(L.LightningModule):

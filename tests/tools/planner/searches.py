@@ -58,4 +58,4 @@ def searching(
     settle(made, ranks, 1)
     job = Job(made, case.build(), modalities, OneBatch(name, samples))
     found = Cluster(nodes=1, ranks=ranks, memory=memory, **cluster)
-    return search_of(job, found, None, tracer(job), lambda _: costs or {})[0]
+    return search_of(job, found, None, tracer(job), lambda made: made.scales_of(costs or {}))[0]
