@@ -364,7 +364,8 @@ class MultimodalStrategy(CheckpointStrategy):
     @override
     def teardown(self) -> None:
         if self._session is not None:
-            targets = () if self._checkpoints.in_shards else range(0, self.layout.size, self.num_processes)
+            is_full = self._checkpoints.in_shards is None
+            targets = range(0, self.layout.size, self.num_processes) if is_full else ()
             self._session.close(targets, failed=self._failed)
             self._session = None
         if self._dataloader_hooks is not None:

@@ -98,8 +98,8 @@ class CheckpointStrategy(ProcessStrategy, ABC):
     def state_of_copy(self, name: str) -> Mapping[str, Any]:
         """Return what a checkpoint holds of one of the `copies` of the module; collective."""
         plan = required(self._last_plan, "state_of_copy", "Copies are cut when a run begins", "Call the trainer first")
-        if self._checkpoints.in_shards:
-            return self._checkpoints.state_dict(self.copies[name], plan, self._wire, name)
+        if (in_shards := self._checkpoints.in_shards) is not None:
+            return in_shards.state_dict(self.copies[name], plan, self._wire, name)
         buffers = None if self._session is None else self._session.buffers
         return collect_module(self.copies[name], plan, self.global_rank, wire=self._wire, buffers=buffers)
 
@@ -125,8 +125,8 @@ class CheckpointStrategy(ProcessStrategy, ABC):
             self._session.leave_step()
         elif not self._failed:
             self._meet_after_run()
-        if self._checkpoints.in_shards:
-            return self._checkpoints.state_dict(module, self._shards_plan(), self._wire)
+        if (in_shards := self._checkpoints.in_shards) is not None:
+            return in_shards.state_dict(module, self._shards_plan(), self._wire)
         if self._session is None and not self.is_global_zero:
             self._let_hooks_end(module)
         return self.full_state_dict()
@@ -182,7 +182,8 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         if has_kept_shards(self._module("state_dict")):
             return self._last_plan
         # states of optimizers are shared also where no parameter is
-        shares = self._checkpoints.in_shards and self._fit_plan is not None and DataShards(self._fit_plan).exist
+        in_shards, fitted = self._checkpoints.in_shards is not None, self._fit_plan
+        shares = in_shards and fitted is not None and DataShards(fitted).exist
         return self._last_plan if shares else None
 
     @override
@@ -190,9 +191,9 @@ class CheckpointStrategy(ProcessStrategy, ABC):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         module, plan = self._module("optimizer_state"), self._fitted("optimizer_state")
         inner = getattr(optimizer, "optimizer", optimizer)
-        if self._checkpoints.in_shards:
+        if (in_shards := self._checkpoints.in_shards) is not None:
             number = next(n for n, one in enumerate(self.optimizers) if one is optimizer)
-            return self._checkpoints.optimizer_state(inner, number)
+            return in_shards.optimizer_state(inner, number)
         return collect_optimizer(inner, module, plan, self.global_rank, self._wire)
 
     @override
@@ -203,7 +204,8 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         if self.is_global_zero:
             for feature in self._features:
                 feature.saving(checkpoint, self._module("save_checkpoint"))
-        if not self._checkpoints.in_shards:
+        in_shards = self._checkpoints.in_shards
+        if in_shards is None:
             write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
             self._checkpoints.together("full save", write)  # an error of rank 0 is one on all ranks
             return
@@ -221,7 +223,7 @@ class CheckpointStrategy(ProcessStrategy, ABC):
                 averages=self.copies,
                 goes_on=session is not None,
             )
-            self._checkpoints.save(checkpoint, filepath, run)
+            in_shards.save(checkpoint, filepath, run)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -57,24 +57,8 @@ class SavedRun:
     goes_on: bool
 
 
-class Checkpoints:
-    """Full checkpoints of one strategy, as files.
-
-    Args:
-        open_reports: opens an occasion of a topic between ranks.
-        fields: of the strategy, by name, as the user gave them.
-
-    Attributes:
-        in_shards: whether each rank saves what it holds, so that nothing is gathered, also after a run; then `save`
-            saves, and `state_dict` and `optimizer_state` say what a hook sees of it.
-    """
-
-    in_shards = False
-
-    def __init__(self, open_reports: Callable[[str], RankReports], fields: Mapping[str, Any]) -> None:
-        self._open_reports = open_reports
-
-    # --- saving ---
+class SavingInShards(Protocol):
+    """Saves of which each rank writes what it holds, so that nothing is gathered, also after a run."""
 
     def state_dict(self, root: nn.Module, plan: Plan | None, wire: torch.device, average: str = "") -> dict[str, Any]:
         """Return a state dict with placeholders for what this rank does not hold in full; collective.
@@ -85,15 +69,31 @@ class Checkpoints:
             wire: where messages of the default group live.
             average: name of the copy.
         """
-        raise NotImplementedError
 
     def optimizer_state(self, optimizer: Optimizer, number: int) -> dict[str, Any]:
         """Return what stands for the state of the trainer's optimizer of this number."""
-        raise NotImplementedError
 
     def save(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], run: SavedRun) -> None:
         """Save what Lightning has collected, and what each rank holds; all ranks call it."""
-        raise NotImplementedError
+
+
+class Checkpoints:
+    """Full checkpoints of one strategy, as files.
+
+    Args:
+        open_reports: opens an occasion of a topic between ranks.
+        fields: of the strategy, by name, as the user gave them.
+
+    Attributes:
+        in_shards: saves, and says what a hook sees of states; None where full states are gathered and saved.
+    """
+
+    in_shards: SavingInShards | None = None
+
+    def __init__(self, open_reports: Callable[[str], RankReports], fields: Mapping[str, Any]) -> None:
+        self._open_reports = open_reports
+
+    # --- saving ---
 
     def remove(self, path: str | os.PathLike[str], remove_file: Callable[[Any], None]) -> None:
         """Delete a checkpoint; called on rank 0.

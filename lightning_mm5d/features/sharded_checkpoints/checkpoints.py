@@ -34,7 +34,7 @@ from lightning_mm5d.features.sharded_checkpoints.sharded_save import OptimizerPa
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.storage.files import flush_folder
 from lightning_mm5d.storage.replacement import new_save_id, remove_checkpoint, resolve
-from lightning_mm5d.trainer.checkpoints import Checkpoints, SavedRun
+from lightning_mm5d.trainer.checkpoints import Checkpoints, SavedRun, SavingInShards
 
 
 def earlier_checkpoints(path: str | os.PathLike[str]) -> list[Path]:
@@ -74,12 +74,12 @@ def _step(path: Path) -> float | None:
     return step if isinstance(step, int) else None
 
 
-class ShardedCheckpoints(Checkpoints):
+class ShardedCheckpoints(Checkpoints, SavingInShards):
     """Saves and loads the shards of one rank."""
 
     def __init__(self, open_reports: Callable[[str], RankReports], fields: Mapping[str, Any]) -> None:
         super().__init__(open_reports, fields)
-        self.in_shards = fields["checkpoint"] == "sharded"
+        self.in_shards = self if fields["checkpoint"] == "sharded" else None
         self._in_thread, self._falls_back = fields["async_checkpoint"], fields["on_corrupt_checkpoint"] == "previous"
         self._saves = Saves()
         self._stand_ins: dict[str, Tensor] = {}
