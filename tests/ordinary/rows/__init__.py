@@ -3,6 +3,7 @@
 from ordinary.rows import (  # noqa: F401
     built_in_callbacks,
     callback_hooks,
+    combinations,
     data_kinds,
     data_modules,
     evaluation,
