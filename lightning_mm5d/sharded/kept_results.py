@@ -6,6 +6,7 @@ differ, or something has written to the result, it is computed again: the result
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -96,8 +97,9 @@ class _Operations(TorchDispatchMode):
     def _forget(self, written: set[int]) -> None:
         pass
 
+    @abstractmethod
     def _result(self, key: _Key, compute: Callable[[], Any]) -> Any:
-        raise NotImplementedError
+        """Return what an operation gives: computed, or kept."""
 
 
 class _Keeps(_Operations):

@@ -15,6 +15,7 @@ as those of checkpoints and of sharded data parallelism do.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
@@ -78,9 +79,9 @@ class Sharding(NamedTuple):
 class NotYetComputed(Tensor):
     """Stands for a tensor, plain or a `Sharded`, that is computed when something needs its values."""
 
+    @abstractmethod
     def computed(self) -> Tensor:
         """Return the tensor, the same at each call."""
-        raise NotImplementedError
 
 
 class Sharded(Tensor):
