@@ -18,10 +18,21 @@ from typing import Any, Literal
 import torch
 
 from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError, did_you_mean
-from lightning_mm5d.export.huggingface_folder import ModelTensors, write_adapter, write_model, write_processors
-from lightning_mm5d.export.lightning_file import check_new, check_new_file, new_folder, write_lightning
-from lightning_mm5d.export.plain_file import PlainTensors, open_plain
-from lightning_mm5d.export.reverse_conversion import empty_model
+from lightning_mm5d.export.huggingface_folder import (
+    ModelTensors,
+    empty_model,
+    write_adapter,
+    write_model,
+    write_processors,
+)
+from lightning_mm5d.export.lightning_file import (
+    PlainTensors,
+    check_new,
+    check_new_file,
+    new_folder,
+    open_plain,
+    write_lightning,
+)
 from lightning_mm5d.features.huggingface_record.record import COMPILED, UNKNOWN, describe, record_in
 from lightning_mm5d.features.sharded_checkpoints.sharded_load import ShardedCheckpoint
 from lightning_mm5d.storage.files import TensorSource

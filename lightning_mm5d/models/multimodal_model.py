@@ -35,8 +35,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
-from lightning_mm5d.models.feature_counts import batch_keys, built_projector, feature_counts
-from lightning_mm5d.models.modality_encoder import ModalityEncoder
+from lightning_mm5d.models.modality_encoder import ModalityEncoder, batch_keys, built_projector, feature_counts
 from lightning_mm5d.models.multimodal_config import (
     CUSTOMARY_NAMES,
     MultimodalConfig,

@@ -38,8 +38,8 @@ from transformers.video_processing_utils import BaseVideoProcessor
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.models.chat import ChatEncoder, Item, Message, default_template, messages_of
-from lightning_mm5d.models.feature_counts import batch_keys, feature_counts
 from lightning_mm5d.models.item_inputs import Processor, Values, item_values, joined, plain_processor
+from lightning_mm5d.models.modality_encoder import batch_keys, feature_counts
 from lightning_mm5d.models.multimodal_config import MultimodalConfig
 
 NAME = "multimodal_processor.json"

@@ -28,8 +28,8 @@ import yaml
 from lightning_mm5d.config.checks import check_count
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.tools.cli.configuration import read_configuration
-from lightning_mm5d.tools.cli.terminal import bytes_of
-from lightning_mm5d.tools.planner.links import Cluster, Link
+from lightning_mm5d.tools.cli.terminal import bytes_of, write
+from lightning_mm5d.tools.planner.layout_costs import Cluster, Link
 
 _SMALL, _LARGE = 8, 2**24  # bytes of a message
 
@@ -104,7 +104,7 @@ def measure_links(out: Path | None) -> int:
         if dist.get_rank() == 0:
             print(text, end="")
             if out is not None:
-                out.write_text(text, encoding="utf-8")
+                write("--out", out, text)
     finally:
         dist.destroy_process_group()
     return 0

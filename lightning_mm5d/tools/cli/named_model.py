@@ -22,7 +22,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.tools.cli.model_names import FIELD, FIX, configuration_file, read_fields
+from lightning_mm5d.tools.cli.configuration import FIELD, FIX, configuration_file, read_fields
 from lightning_mm5d.trainer.construction import configured, made_construction
 from lightning_mm5d.trainer.other_package import check_package
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.tables import Page, Table, as_text
@@ -37,6 +38,34 @@ def bytes_of(field: str, said: object) -> int:
         rule = f"It is a number of bytes, or a number with one of {', '.join(name for name in _UNITS if name)}"
         raise ConfigError(field, said, rule, "Write for instance 80GiB")
     return size
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Refuse the path of a file that could not be written in the end.
+
+    Raises:
+        ConfigError: it is a folder, or is in none.
+    """
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        rule = "It is a folder" if path.is_dir() else "There is no such folder"
+        raise ConfigError(option, str(path), rule, "Name a file in one that exists")
+
+
+def write(option: str, path: Path, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise unwritable(option, path, error) from error
+
+
+def unwritable(option: str, path: Path, error: OSError) -> ConfigError:
+    """Return the error of a file that cannot be written."""
+    return ConfigError(option, str(path), f"It cannot be written: {error.strerror}", "Name another file")
 
 
 def show(page: Page) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
-from lightning_mm5d.tools.convert import colossalai, colossalai_legacy, cornstarch, mindformers
+from lightning_mm5d.tools.convert import colossalai, cornstarch, mindformers
 from lightning_mm5d.tools.convert.knobs import Conversion, Effect, Entry
 from lightning_mm5d.tools.convert.python_source import read_python, refuse_unread
 
@@ -183,10 +183,10 @@ def _of_python(text: str, file: str) -> Conversion:
     if whole:
         refuse_unread(whole[0].arguments, "")
         return PLUGINS[whole[0].name](whole[0].arguments)
-    if colossalai_legacy.is_legacy(names):
+    if colossalai.is_legacy(names):
         refuse_unread(names["parallel"], "parallel")
-        return colossalai_legacy.convert_legacy(names)
-    raise colossalai_legacy.missing_parallel(names, file)
+        return colossalai.convert_legacy(names)
+    raise colossalai.missing_parallel(names, file)
 
 
 def _of_mapping(given: Mapping[str, Any], file: str) -> Conversion:
@@ -198,8 +198,8 @@ def _of_mapping(given: Mapping[str, Any], file: str) -> Conversion:
     keys = given.keys()
     if not keys.isdisjoint(("encoder_plugins", "language_model_plugin")):
         return cornstarch.convert_multimodal(given)
-    if colossalai_legacy.is_legacy(given):
-        return colossalai_legacy.convert_legacy(given)
+    if colossalai.is_legacy(given):
+        return colossalai.convert_legacy(given)
     if mindformers.is_mindformers(given):
         return mindformers.convert_mindformers(given)
     if "tp_size" in keys and "pipelines" in keys:

@@ -9,7 +9,7 @@ import yaml
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.tools.cli.cluster_file import as_yaml, measure_links, read_cluster
-from lightning_mm5d.tools.planner.links import Cluster, Link
+from lightning_mm5d.tools.planner.layout_costs import Cluster, Link
 
 GOOD = "nodes: 2, ranks: 4, memory: 80GiB"
 LINKS = "links: {inside: {latency: 5e-6, bandwidth: 3e11}}"
