@@ -259,8 +259,7 @@ def write_model(
         rule = "The model is quantized, and its tensors mean nothing without the library that did it"
         raise ConfigError("CHECKPOINT", model["name"], rule, "Use save_pretrained on the model after training")
     tensors.check(model["names"], (*model["tied"], *model["ignored"]))
-    known = model["class"] is not None
-    empty = empty_model(model["class"], model["config"], "CHECKPOINT") if known else None
+    empty = None if model["class"] is None else empty_model(model["class"], model["config"], "CHECKPOINT")
     if empty is not None:
         _check_shapes(empty, model["names"], tensors)
         _check_complete(empty, model)
@@ -272,7 +271,7 @@ def write_model(
     _write_json(folder / "config.json", _with_dtype(model["config"], own) if dtype else model["config"])
     if model["generation_config"] is not None:
         _write_json(folder / "generation_config.json", model["generation_config"])
-    return [*_warnings(model, known), *_mixed(specs, own)]
+    return list(_warnings(model, specs, own))
 
 
 def write_adapter(
@@ -401,15 +400,12 @@ def _with_dtype(config: Any, dtype: str) -> Any:
     return changed | {key: dtype for key in ("dtype",) if isinstance(changed.get(key), str)}
 
 
-def _mixed(specs: Mapping[str, Tensor], own: str) -> Iterator[str]:
+def _warnings(model: Mapping[str, Any], specs: Mapping[str, Tensor], own: str) -> Iterator[str]:
+    if model["class"] is None:
+        yield f"{model['name']} is no class of transformers: it loads with its own code, under its own names"
     others = {str(each.dtype).removeprefix("torch.") for each in specs.values() if each.is_floating_point()} - {own}
     if others:
         yield f"tensors are {', '.join(sorted(others))} besides {own}, to which from_pretrained casts all of them"
-
-
-def _warnings(model: Mapping[str, Any], known: bool) -> Iterator[str]:
-    if not known:
-        yield f"{model['name']} is no class of transformers: it loads with its own code, under its own names"
 
 
 def _write_json(path: Path, content: Any) -> None:

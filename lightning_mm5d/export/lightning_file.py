@@ -28,12 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch.serialization.skip_data is documented with it
+from typing_extensions import override
 
 from lightning_mm5d.checkpoint.full_file import load_full
 from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
 from lightning_mm5d.features.sharded_checkpoints.saved_state import SavedOptimizerState, SavedWeights
 from lightning_mm5d.sharded.remote_value import tensors_of
-from lightning_mm5d.storage.files import Region, TensorSource, checked_region
+from lightning_mm5d.storage.files import Region, StateDictSource, TensorSource
 
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip's member: at its end the lengths of its name and its extra field
 
@@ -70,8 +71,8 @@ def _is_state(value: object) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(isinstance(one, Tensor) for one in value.values())
 
 
-class PlainTensors:
-    """The tensors of one dict of a full checkpoint, a `TensorSource`.
+class PlainTensors(StateDictSource):
+    """The tensors of one dict of a full checkpoint, read from their places in the file.
 
     Args:
         path: of the file.
@@ -80,31 +81,17 @@ class PlainTensors:
     """
 
     def __init__(self, path: Path, content: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        self._path = path
-        self._state = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        self._base = map_base(path, content)
+        super().__init__(state)
+        self._path, self._base = path, map_base(path, content)
 
-    def names(self) -> list[str]:
-        """Return the names of all tensors."""
-        return list(self._state)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        return tuple(self._state[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor."""
-        return self._state[name].dtype
-
+    @override
     def read(self, name: str, region: Region | None = None) -> Tensor:
         """Return a tensor, or its `region`, in memory of its own.
 
         Raises:
             CheckpointCorruptError: the file became shorter.
         """
-        tensor = self._state[name].detach()
-        bounds = checked_region(region, tuple(tensor.shape), name)
-        tensor = tensor[tuple(slice(start, stop) for start, stop in bounds)]
+        tensor = super().read(name, region)
         if self._base is None or tensor.numel() == 0:
             return tensor.clone()
         spans = (stride * (length - 1) for stride, length in zip(tensor.stride(), tensor.shape, strict=True))

@@ -122,7 +122,7 @@ Inputs = dict[str, Tensor]
 Items = Sequence[Tensor]
 """For each item its rows, (L_i, D) or (L_i, E)."""
 
-_CALLBACKS = ("before", "after", "after_projector")
+CALLBACKS = ("before", "after", "after_projector")
 
 
 class ModalityEncoder(nn.Module):
@@ -166,7 +166,7 @@ class ModalityEncoder(nn.Module):
     @property
     def is_plain(self) -> bool:
         """Whether it has no callback and no projector of one's own: these may draw numbers, or need their data."""
-        return self.projector_config is not None and not any(getattr(self, name) for name in _CALLBACKS)
+        return self.projector_config is not None and not any(getattr(self, name) for name in CALLBACKS)
 
     def fit_to(self, output_width: int, like: Tensor | None = None) -> None:
         """Build the projector, if there is none yet.
@@ -245,14 +245,14 @@ class ModalityEncoder(nn.Module):
             "model": getattr(self.model, "config", None),
             "model_class": written_path(type(self.model)),
             "projector": projector,
-            **{name: written_path(getattr(self, name)) for name in _CALLBACKS},
+            **{name: written_path(getattr(self, name)) for name in CALLBACKS},
             "feature_layer": self.feature_layer,
         }
 
     def check_savable(self, name: str) -> None:
         """Raise ConfigError unless a configuration can name all that this encoder is made of."""
         fix = "Define it at the top of a module that can be imported, and pass it by its name"
-        for callback in _CALLBACKS:
+        for callback in CALLBACKS:
             if (given := getattr(self, callback)) is not None and import_path(given) is None:
                 rule = "A saved model names its callbacks by their import path, and this one has none"
                 raise ConfigError(f"encoders.{name}.{callback}", given, rule, fix)

@@ -283,9 +283,7 @@ class MultimodalModule(L.LightningModule):
                 rule = "Prompts are cut out of a batch with labels and padded, for which a tokenizer is needed"
                 raise ConfigError("processor", None, rule, "Give the processor's folder, or batches without labels")
             batch = prompts(batch, tokenizer)
-        tokens = model.generate(**batch, max_new_tokens=self.max_new_tokens, do_sample=False)
-        if not model.config.is_encoder_decoder:
-            tokens = tokens[:, batch["input_ids"].shape[1] :]
+        tokens = self._generated(batch)
         if tokenizer is not None:
             return [text.strip() for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
         # microbatches of unequal lengths are one batch, padded as `generate` pads
@@ -293,6 +291,12 @@ class MultimodalModule(L.LightningModule):
         padding = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
         padding = padding[0] if isinstance(padding, list) else padding
         return nn.functional.pad(tokens, (0, self.max_new_tokens - tokens.shape[1]), value=padding or 0)
+
+    def _generated(self, batch: Mapping[str, Any]) -> Tensor:
+        """The tokens after prompts, (B, at most max_new_tokens)."""
+        assert self.model is not None
+        tokens = self.model.generate(**batch, max_new_tokens=self.max_new_tokens, do_sample=False)
+        return tokens if self.model.config.is_encoder_decoder else tokens[:, batch["input_ids"].shape[1] :]
 
     def _run(self, batch: Mapping[str, Any]) -> Any:
         if batch.get("labels") is None:
@@ -312,15 +316,13 @@ class MultimodalModule(L.LightningModule):
         left = self.samples - len(self._shown)
         if left <= 0 or dataloader_idx:
             return
-        processor, model = self.processor, self.model
-        assert model is not None
+        tokenizer = self.processor.tokenizer
         with torch.no_grad():
-            asked = prompts(batch, processor.tokenizer)
-            tokens = model.generate(**asked, max_new_tokens=self.max_new_tokens, do_sample=False)
-            tokens = tokens[:, asked["input_ids"].shape[1] :]
+            asked = prompts(batch, tokenizer)
+            tokens = self._generated(asked)
         answered = [pair for pair in zip(tokens, targets(batch), strict=True) if len(pair[1])]
         for answer, target in answered[:left]:
-            self._shown.append(exact(processor.tokenizer, answer, target))
+            self._shown.append(exact(tokenizer, answer, target))
 
     def on_validation_epoch_end(self) -> None:
         """Log how many generated answers are right, and write them to ``samples.jsonl`` in the root folder."""
@@ -410,19 +412,12 @@ def _halves(model: nn.Module, path: str, name: str) -> dict[str, str]:
     held = path.rpartition(".")[2]
     if "projector" in held or "connector" in held or held.startswith("embed_"):
         return {path: name + PROJECTOR}
-    module = _module(model, path)
+    module = dict(model.named_modules()).get(path)  # none where it is a parameter
     inner = () if module is None else module.named_children()
     projectors = {
         f"{path}.{child}": name + PROJECTOR for child, _ in inner if "projector" in child or child == "merger"
     }
     return {path: name, **projectors}
-
-
-def _module(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:  # a parameter
-        return None
 
 
 def check_names(field: str, given: Mapping[str, object], names: Mapping[str, str]) -> None:
@@ -470,11 +465,8 @@ def prompts(batch: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 def targets(batch: Mapping[str, Any]) -> list[Tensor]:
     """Return the tokens of each sample's last answer."""
-    found = []
-    for row, labels in zip(batch["input_ids"], batch["labels"], strict=True):
-        start, stop = _last_answer(labels)
-        found.append(row[start:stop])
-    return found
+    rows = zip(batch["input_ids"], batch["labels"], strict=True)
+    return [row[slice(*_last_answer(labels))] for row, labels in rows]
 
 
 def _last_answer(labels: Tensor) -> tuple[int, int]:

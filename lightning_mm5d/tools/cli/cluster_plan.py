@@ -28,7 +28,7 @@ import yaml
 from lightning_mm5d.config.checks import check_count
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
-from lightning_mm5d.config.tables import Table, memory_text
+from lightning_mm5d.config.tables import Table, bytes_of, memory_text
 from lightning_mm5d.features.shared_experts.experts import find_experts
 from lightning_mm5d.partition.costs import stage_costs, units
 from lightning_mm5d.partition.find import find
@@ -38,10 +38,11 @@ from lightning_mm5d.tools.cli.cluster_file import read_cluster
 from lightning_mm5d.tools.cli.configuration import Source
 from lightning_mm5d.tools.cli.estimates import first_microbatch, first_samples, may_share, step_of, tracer
 from lightning_mm5d.tools.cli.job import STRATEGY, Job, durations, load
-from lightning_mm5d.tools.cli.terminal import bytes_of, check_writable, show, write
+from lightning_mm5d.tools.cli.terminal import check_writable, show, write
 from lightning_mm5d.tools.planner.activation_trace import Trace
-from lightning_mm5d.tools.planner.layout_costs import Cluster, LayoutCosts, span_of
+from lightning_mm5d.tools.planner.layout_costs import Cluster, LayoutCosts
 from lightning_mm5d.tools.planner.profile import measure
+from lightning_mm5d.tools.planner.rank_memory import span_of
 from lightning_mm5d.tools.planner.search import (
     Candidate,
     Judged,
@@ -188,11 +189,7 @@ def search_of(
     strategy, module = job.strategy, job.module
     assert module is not None
     check_searched(job.modalities)
-    try:
-        samples, each = first_samples(job)
-    except Exception as error:
-        rule = f"Tokens and images are counted in the first batch of the training data, which fails: {error}"
-        raise ConfigError("data", None, rule, "Add data: with samples of the usual sizes") from error
+    samples, each = first_samples(job)
     loss, loaded = loss_modality_of(job.modalities), strategy.microbatching == "loader"
     base = {name: _free(one, None if name == loss else loss) for name, one in job.modalities.items()}
 

@@ -22,7 +22,7 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import SCHEDULES, AnySchedule, Graph, name_of
 from lightning_mm5d.tools.cli.cluster_plan import nodes_of
 from lightning_mm5d.tools.cli.configuration import Source
-from lightning_mm5d.tools.cli.estimates import step_of
+from lightning_mm5d.tools.cli.estimates import first_samples, step_of
 from lightning_mm5d.tools.cli.job import Job, check_name, durations, load
 from lightning_mm5d.tools.cli.terminal import show, unwritable, warn
 from lightning_mm5d.tools.dryrun.dry_rank import DryRun, DryRuns
@@ -215,6 +215,7 @@ def dryrun(arguments: Namespace, source: Source) -> None:
     _check(module, plan)
     if not 0 <= arguments.rank < world:
         raise ConfigError("--rank", arguments.rank, f"There are {world} ranks", f"Name one from 0 to {world - 1}")
+    first_samples(job)  # refuses what has no data
     classes = ranks_by_class(plan) if arguments.all else {arguments.rank: [arguments.rank]}
     step, notes = step_of(job, plan)
     estimates, runs = memory_of(plan, step), DryRuns(job)

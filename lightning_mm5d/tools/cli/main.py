@@ -84,9 +84,10 @@ def _attempt(command: Callable[[], int | None], *errors: type[Exception], untrus
     """
     from lightning_mm5d.tools.cli.configuration import one_line
 
+    refused: tuple[type[Exception], ...] = (ConfigError, CheckpointUntrustedError, *errors)
     try:
         return command() or 0
-    except (ConfigError, CheckpointUntrustedError, *errors) as error:
+    except refused as error:
         hint = untrusted if isinstance(error, CheckpointUntrustedError) else ""
         print(f"mm5d: error: {one_line(str(error))}{hint}", file=sys.stderr)
         return 2

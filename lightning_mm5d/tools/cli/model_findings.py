@@ -1,9 +1,7 @@
 """What ``mm5d inspect --model`` finds in a model: its modalities, what degrees of parallelism would do, and why not.
 
 Every degree is tried on its own by the checks of a run, with all that they refuse. Nothing is computed, and the module
-may be on the meta device.
-
-What ``mm5d inspect --model`` prints: findings in a model, and a layout of it.
+may be on the meta device. Where a layout is named, it is shown too.
 """
 
 from __future__ import annotations
@@ -13,8 +11,9 @@ import logging
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import nn
@@ -38,7 +37,8 @@ _LOSS = "language"
 _SHARDED = ("column", "row", "experts")
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """A modality of the model: what it owns, where it is cut off, its layers and their class, and its parameters."""
 
     modality: str
@@ -51,7 +51,8 @@ class Part(NamedTuple):
     trainable: int
 
 
-class Try(NamedTuple):
+@dataclass(frozen=True)
+class Try:
     """A degree of parallelism of one modality: whether it works, and how, or why not."""
 
     modality: str
@@ -60,7 +61,8 @@ class Try(NamedTuple):
     text: str
 
 
-class Findings(NamedTuple):
+@dataclass(frozen=True)
+class Findings:
     """All that is found.
 
     Attributes:
@@ -76,14 +78,6 @@ class Findings(NamedTuple):
     bytes: int
     parts: list[Part]
     tries: list[Try]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {
-            **self._asdict(),
-            "parts": [one._asdict() for one in self.parts],
-            "tries": [one._asdict() for one in self.tries],
-        }
 
     def page(self) -> Page:
         """Return what is printed."""
@@ -209,7 +203,7 @@ def inspect_model(arguments: Namespace) -> None:
     job = None if arguments.config is None else load(prepare([arguments.config], None, (), sizes_will_do=True))
     module = named_model(arguments.model)
     found = findings(module, tp_size=arguments.tp, pp_size=arguments.pp)
-    page, said = found.page(), found.as_json()
+    page, said = found.page(), asdict(found)
     if job is not None:
         plan = job.strategy.validate(module)
         name = name_of(job.strategy.schedule)

@@ -17,20 +17,20 @@ latter. Collectives are rings of p ranks, and pairwise for all-to-all (R. Thakur
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.partition import StageCut
 from lightning_mm5d.partition.costs import Unit, costed
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule, simulate
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.tools.planner.activation_trace import Storages, Trace, UnitUse, Work
-from lightning_mm5d.tools.planner.rank_memory import Step
+from lightning_mm5d.tools.planner.rank_memory import Step, span_of
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,6 @@ class StepTime(NamedTuple):
 
     seconds: float
     bubble: float
-
-
-def span_of(cut: StageCut, cuts: Sequence[StageCut]) -> slice:
-    """Return where the units of a stage are in the row of its modality, of which unit 0 runs before the first layer."""
-    return slice(cut.first + (cut.index > 0), None if cut is cuts[-1] else cut.last + 1)
 
 
 @dataclass(frozen=True)
@@ -251,11 +246,11 @@ class LayoutCosts:
         names = {name for key in plan.topology.stages_of(rank) for name in plan.ownership.parameters[key]}
         for name in names - plan.tied:
             parameter, shard = self.step.parameters[name], shards.of(name, rank)
-            count = _elements(shards.local_shape(name, rank))
+            count = math.prod(shards.local_shape(name, rank))
             size, own = count * plan.held_dtype(parameter).itemsize, count
             ranks = plan.ownership.ranks_by_shard(name)[0]
             if shard is not None:
-                own = _elements(shard.own_shape(shards.local_shape(name, rank)))
+                own = math.prod(shard.own_shape(shards.local_shape(name, rank)))
                 ranks = shard.across
                 if not shard.of_experts:
                     scattered[shard.block] = scattered.get(shard.block, 0.0) + size * (name in self.step.trained)
@@ -288,13 +283,6 @@ class LayoutCosts:
             within = self.cluster.link(receivers[:tp]).all_gather(tp, size) if parts > 1 else 0.0
             known[frozenset((source, target))] = link.message(size / parts) + within
         return lambda source, target: known[frozenset((source, target))]
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
 
 
 def _on_ranks(one: float, two: float, ranks: int) -> float:

@@ -36,6 +36,7 @@ from lightning_mm5d.partition.costs import Unit, balance, costed, kept_of
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph
 from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.tools.planner.rank_memory import span_of
 
 Sums = tuple[int, ...]
 """Prefix sums of a row's costs, from 0: a row of costs 2, 1, 4 is (0, 2, 3, 7)."""
@@ -424,8 +425,7 @@ def replica_graph(
         ends = [0, *accumulate(sizes)]
         stages[name] = tuple(StageCut(name, index, *span) for index, span in enumerate(pairwise(ends)))
         for cut in stages[name]:
-            start = cut.first + (cut.index > 0)  # unit 0 runs before the first layer
-            units[cut.name] = tuple(rows[name][start : cut.last + 1 if cut is not stages[name][-1] else None])
+            units[cut.name] = tuple(rows[name][span_of(cut, stages[name])])
     partition = Partition(
         loss_modality=loss_modality,
         encoders={name: Encoder((), (), used_late=name in late) for name in modalities if name != loss_modality},

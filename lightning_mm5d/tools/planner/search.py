@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from heapq import heappop, heappush
@@ -178,17 +177,20 @@ class LayoutSearch:
 
     def refusal(self) -> ConfigError:
         """Return the error where no layout fits, with the smallest need of the layouts that seem smallest."""
-        limit, self.memory = self.memory, sys.maxsize
+        limit, self.memory, reason = self.memory, sys.maxsize, ""
         for choice in sorted(self._choices(), key=self._least)[:3]:
             for _, candidate in islice(self._placed(choice), 4):
-                with suppress(ConfigError):
+                try:
                     self.judged(candidate)
-        rule, fix = "No layout of these ranks can run", "Take another number of ranks"
-        if self.least is not None:
-            size, one = self.least
-            rule = f"Of the layouts that were tried the smallest needs {memory_text(size)} ({words(one)})"
-            room = memory_text(size + size // 10)
-            fix = f"Allow {room}; more ranks, shorter samples or offload: [optimizer] bring it down"
+                except ConfigError as error:
+                    reason = f", for instance {words(candidate)}: {error.rule}"
+        if self.least is None:
+            rule = f"No layout of these ranks can run{reason}"
+            return ConfigError("--ranks", self.plan.layout.size, rule, "Take another number of ranks, or of samples")
+        size, one = self.least
+        rule = f"Of the layouts that were tried the smallest needs {memory_text(size)} ({words(one)})"
+        room = memory_text(size + size // 10)
+        fix = f"Allow {room}; more ranks, shorter samples or offload: [optimizer] bring it down"
         return ConfigError("--memory", memory_text(limit), rule, fix)
 
     # --- sizes ---
