@@ -161,7 +161,7 @@ def _scales(
         if torch.cuda.is_available():
             job.module.to("cuda")
         parts = find(job.module, job.strategy.modalities)
-        told |= measure(job.module, first_microbatch(job), parts, costs.rows).medians
+        told |= measure(job.module, first_microbatch(job), parts, costs.rows)
     else:
         told |= {name: [total] for name, total in durations(arguments.cost, job.modalities).items()}
     return costs.scales_of(told)

@@ -30,7 +30,7 @@ from lightning_mm5d.tools.cli.configuration import prepare
 from lightning_mm5d.tools.cli.job import load, needed_ranks, settle
 from lightning_mm5d.tools.cli.named_model import named_model
 from lightning_mm5d.tools.cli.terminal import show
-from lightning_mm5d.tools.planner.inspect import as_json, holdings, report
+from lightning_mm5d.tools.planner.inspect import as_json, holdings, parameters_of, report
 
 _LOSS = "language"
 """Name of the modality that owns what no other does, where there are several."""
@@ -116,7 +116,7 @@ def findings(module: pl.LightningModule, *, tp_size: int = 2, pp_size: int = 2) 
     for name in names:
         layers, encoder = found.layers[name], found.encoders.get(name)
         one = module.get_submodule(layers) if layers else None
-        held = _held(module, whole, name)
+        held = parameters_of(module, whole, [cut.name for cut in whole.partition.stages[name]]).values()
         parts.append(
             Part(
                 name,
@@ -148,13 +148,6 @@ def _planned(module: pl.LightningModule, modalities: Mapping[str, Modality]) -> 
     strategy = MultimodalStrategy(dict(modalities), num_microbatches=2)
     settle(strategy, needed_ranks(modalities), 1)
     return strategy.validate(module)
-
-
-def _held(module: nn.Module, plan: Plan, name: str) -> list[nn.Parameter]:
-    stages = {cut.name for cut in plan.partition.stages[name]}
-    named = module.named_parameters(remove_duplicate=False)
-    held = {id(p): p for key, p in named if stages.intersection(plan.partition.owners[key])}
-    return list(held.values())
 
 
 def _tried(module: pl.LightningModule, plain: Mapping[str, Modality], name: str, setting: dict[str, Any]) -> Try:

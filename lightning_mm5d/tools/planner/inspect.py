@@ -57,7 +57,7 @@ def holdings(plan: Plan, module: nn.Module) -> list[Holding]:
         cuts = plan.topology.cuts_at(place.modality, place.pp, place.dp)
         key = tuple(cut.name for cut in cuts), place.tp, place.rank if plan.experts else None
         if key not in known:  # of replicas that hold the same, one is counted
-            held = _parameters(module, plan, key[0])
+            held = parameters_of(module, plan, key[0])
             layers = tuple(layer for cut in cuts for layer in _layers(plan, cut))
             counts = {name: _elements(plan, shards, name, p, place) for name, p in held.items()}
             size = sum(counts[name] * plan.held_dtype(p).itemsize for name, p in held.items())
@@ -159,7 +159,7 @@ def _experts(plan: Plan) -> Iterable[tuple[str, str]]:
 def _stages(plan: Plan, module: nn.Module) -> Table:
     rows = []
     for stage, members in plan.topology.members.items():
-        held = _parameters(module, plan, members)
+        held = parameters_of(module, plan, members)
         targets = [_title(plan, target) for source, target in plan.topology.edges if source == stage]
         total, trained = (sum(p.numel() for p in held.values() if p.requires_grad >= flag) for flag in (False, True))
         rows.append(
@@ -178,8 +178,8 @@ def _places(plan: Plan, module: nn.Module) -> Table:
     return Table.of((*Place._fields, "layers", "parameters", "bytes"), rows)
 
 
-def _parameters(module: nn.Module, plan: Plan, stages: Iterable[str]) -> dict[str, nn.Parameter]:
-    """The distinct parameters that stages of the partition use, each under one of its names."""
+def parameters_of(module: nn.Module, plan: Plan, stages: Iterable[str]) -> dict[str, nn.Parameter]:
+    """Return the distinct parameters that stages of the partition use, each under one of its names."""
     wanted = set(stages)
     every = module.named_parameters(remove_duplicate=False)
     used = {name: p for name, p in every if wanted.intersection(plan.partition.owners[name])}

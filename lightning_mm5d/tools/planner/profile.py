@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -70,20 +69,15 @@ def step_arguments(module: LightningModule, batch: Any) -> tuple[Any, ...]:
 _WARMUP, _RUNS = 1, 5
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Seconds that the forward of each unit took, for each run, modality and unit."""
-
-    runs: tuple[Mapping[str, Sequence[float]], ...]
-
-    @property
-    def medians(self) -> dict[str, list[float]]:
-        """Seconds of each unit's forward, the median of the runs."""
-        return {name: list(map(median, zip(*(run[name] for run in self.runs), strict=True))) for name in self.runs[0]}
+def medians(runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Return for each modality the seconds of each unit's forward, the median of the runs."""
+    return {name: list(map(median, zip(*(run[name] for run in runs), strict=True))) for name in runs[0]}
 
 
-def measure(module: LightningModule, batch: Any, found: Found, rows: Mapping[str, Sequence[Unit]]) -> Measured:
-    """Run the step of the module a few times and measure the forward of each unit.
+def measure(
+    module: LightningModule, batch: Any, found: Found, rows: Mapping[str, Sequence[Unit]]
+) -> dict[str, list[float]]:
+    """Run the step of the module a few times; return the seconds of the forward of each unit, by modality.
 
     The units before and after the layers of a modality are measured together, and get shares of that time by their
     estimates.
@@ -107,7 +101,7 @@ def measure(module: LightningModule, batch: Any, found: Found, rows: Mapping[str
             clock.spent = {}
             clock.time("step", module.training_step, *arguments)
             runs.append(clock.spent)
-    return Measured(tuple({name: _row(name, row, found, run) for name, row in rows.items()} for run in runs[_WARMUP:]))
+    return medians([{name: _row(name, row, found, run) for name, row in rows.items()} for run in runs[_WARMUP:]])
 
 
 def _row(name: str, row: Sequence[Unit], found: Found, spent: Mapping[Any, float]) -> list[float]:
