@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from features.shared_experts.families import FAMILIES
 from features.throughput.counted_runs import Kept, by_sample, counted, one_process
-from features.toys import PAIR, Run, Samples, Toy, together
+from features.toys import PAIR, Run, Samples, Toy, alone, together
 from lightning_mm5d import Modality, ModalityThroughput
 from lightning_mm5d.config.errors import ConfigError
 from parity.harness import strategy
@@ -184,10 +183,9 @@ def test_a_peak_that_is_none_is_refused() -> None:
             ModalityThroughput(available_flops=peak)  # type: ignore[arg-type]
 
 
-def test_another_strategy_is_refused_when_training_starts(tmp_path: Any) -> None:
-    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, callbacks=[ModalityThroughput()], default_root_dir=tmp_path, **quiet
-    )
+def test_another_strategy_is_refused_when_training_starts() -> None:
+    def fits(run: Run) -> None:
+        run.trainer(callbacks=[ModalityThroughput()]).fit(Toy(), run.loader())
+
     with pytest.raises(ConfigError, match=r"callbacks: got 'ModalityThroughput'. .* strategy='mm5d'"):
-        trainer.fit(Toy(), DataLoader(Samples(2), batch_size=2))
+        alone(fits)
