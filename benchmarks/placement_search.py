@@ -13,8 +13,7 @@ from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.features.auto_schedule.schedules import lower_bound
 from lightning_mm5d.partition.costs import Unit, step_costs
 from lightning_mm5d.schedule import AnySchedule, build, simulate
-from lightning_mm5d.tools.planner.placed_graphs import configured, layer_costs, plain, replica_graph
-from lightning_mm5d.tools.planner.placements import Space
+from lightning_mm5d.tools.planner.placements import Space, configured, layer_costs, plain, replica_graph
 
 _JUDGED = 48  # placements whose schedules may be simulated
 _SAME = 1e-9  # makespans that differ by less than this share count as equal

@@ -1,9 +1,12 @@
-"""Tables and pages of text, kept as cells until it is known where they are shown."""
+"""Tables and pages of text, kept as cells until it is known where they are shown; numbers of bytes as text."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from lightning_mm5d.config.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,34 @@ def memory_text(size: int) -> str:
     """Return a number of bytes with its unit: ``1.5 GiB``."""
     power = min((max(size, 1).bit_length() - 1) // 10, 4)
     return f"{size / 1024**power:.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+_BY_NAME = {name.lower(): size for name, size in _UNITS.items()}
+_MOST_BYTES = 2**63
+
+
+def bytes_of(field: str, said: object, usual: str = "80GiB") -> int:
+    """Return a number of bytes: ``16_000_000_000`` of ``"16GB"``, 1024**3 of ``"1GiB"``, and numbers as they are.
+
+    Args:
+        field: path of the field, for the error.
+        said: a number, or a number and a unit.
+        usual: what would work, for the error.
+
+    Raises:
+        ConfigError: it is neither, or not above 0, or more than any machine has.
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)", str(said).strip())
+    size = float(found[1]) * _BY_NAME.get(found[2].lower(), 0) if found else 0.0
+    if not 1 <= size < _MOST_BYTES or isinstance(said, bool):
+        rule = f"It is a number of bytes, or a number with one of {', '.join(name for name in _UNITS if name)}"
+        raise ConfigError(field, said, rule, f"Write for instance {usual}")
+    return int(size)
 
 
 def spans(numbers: Iterable[int], most: int | None = None) -> str:

@@ -18,17 +18,28 @@ from typing import Any, Literal
 import torch
 
 from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError, did_you_mean
-from lightning_mm5d.export.huggingface_folder import ModelTensors, write_adapter, write_model, write_processors
-from lightning_mm5d.export.lightning_file import check_new, check_new_file, new_folder, write_lightning
-from lightning_mm5d.export.plain_file import PlainTensors, open_plain
-from lightning_mm5d.export.reverse_conversion import empty_model
+from lightning_mm5d.config.tables import bytes_of
+from lightning_mm5d.export.huggingface_folder import (
+    ModelTensors,
+    empty_model,
+    write_adapter,
+    write_model,
+    write_processors,
+)
+from lightning_mm5d.export.lightning_file import (
+    PlainTensors,
+    check_new,
+    check_new_file,
+    new_folder,
+    open_plain,
+    write_lightning,
+)
 from lightning_mm5d.features.huggingface_record.record import COMPILED, UNKNOWN, describe, record_in
 from lightning_mm5d.features.sharded_checkpoints.sharded_load import ShardedCheckpoint
 from lightning_mm5d.storage.files import TensorSource
 from lightning_mm5d.storage.replacement import is_checkpoint_directory
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +89,7 @@ def export(
     """
     if format == "lightning":
         return _lightning(checkpoint, folder, {"module": module, "config": config, "dtype": dtype}, weights_only)
-    size, kind = parsed_size(max_shard_size), _dtype(dtype)
+    size, kind = bytes_of("--max-shard-size", max_shard_size, "5GB"), _dtype(dtype)
     check_new(folder)
     opened = open_checkpoint(checkpoint, weights_only=weights_only)
     record = record_of(config, opened.source, module) if config is not None else opened.record
@@ -132,20 +143,6 @@ def _lightning(checkpoint: Path, path: Path, options: Mapping[str, Any], weights
     return Exported(path=path, name="A full checkpoint", files={path.name: path.stat().st_size}, warnings=[])
 
 
-def parsed_size(text: str) -> int:
-    """Return ``"5GB"`` as bytes.
-
-    Raises:
-        ConfigError: it is no size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B?)", text.strip().upper())
-    size = int(float(match[1]) * _UNITS.get(match[2], 0)) if match else 0
-    if size < 1:
-        rule = "It is a number of bytes with KB, MB, GB or TB, of which a KB is 1000"
-        raise ConfigError("--max-shard-size", text, rule, "Write for instance 5GB")
-    return size
-
-
 def _dtype(name: str | None) -> torch.dtype | None:
     if name is not None and name not in DTYPES:
         raise ConfigError("--dtype", name, "Weights are floating-point numbers", did_you_mean(name, DTYPES))
@@ -163,13 +160,11 @@ class OpenedCheckpoint:
     """A full checkpoint or a sharded one.
 
     Attributes:
-        path: of the file or the folder.
         content: all but the tensors of the module.
         source: tensors of the module, by their names in the LightningModule.
         record: of the Hugging Face models in it; None where it was saved without one.
     """
 
-    path: Path
     content: Mapping[str, Any]
     source: TensorSource
     record: Mapping[str, Any] | None
@@ -193,10 +188,10 @@ def open_checkpoint(path: Path, *, weights_only: bool = True) -> OpenedCheckpoin
         raise ConfigError("CHECKPOINT", str(path), "There is no such file or folder", _nearby(path))
     if is_checkpoint_directory(path):
         sharded = ShardedCheckpoint(path, weights_only=weights_only)
-        return OpenedCheckpoint(path=path, content=sharded.state, source=sharded, record=record_in(sharded.state))
+        return OpenedCheckpoint(content=sharded.state, source=sharded, record=record_in(sharded.state))
     content = open_plain(path, weights_only)
     source = PlainTensors(path, content, content["state_dict"])
-    return OpenedCheckpoint(path=path, content=content, source=source, record=record_in(content))
+    return OpenedCheckpoint(content=content, source=source, record=record_in(content))
 
 
 def chosen_model(record: Mapping[str, Any], path: str | None) -> Mapping[str, Any]:

@@ -43,6 +43,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -222,9 +223,7 @@ def _patch_rows(model: nn.Module, inputs: Inputs, sizes: list[ItemSize], layer: 
     return states[:, states.shape[1] - length :].flatten(0, 1)
 
 
-def _hidden_size(config: Any) -> int:
-    return config.hidden_size
-
+_hidden_size = attrgetter("hidden_size")
 
 PATCHES = known_kind(("pixel_values", "num_frames"), _patch_sizes, _patch_rows, _hidden_size)
 
@@ -315,7 +314,7 @@ _MOST_PREFIX_TOKENS = 16
 def general_kind(model_or_config: Any) -> EncoderKind:
     """Return the kind of an encoder that is known by its results alone."""
     built = isinstance(model_or_config, nn.Module)
-    main = _first_input(model_or_config) if built else _main_input(_text(model_or_config))
+    main = _first_input(model_or_config) if built else _first_input(_bare(_text(model_or_config)))
     images = main == "pixel_values"
     encode = _encode_images if images else functools.partial(_encode_others, main)
     return EncoderKind(
@@ -323,7 +322,7 @@ def general_kind(model_or_config: Any) -> EncoderKind:
         required=(main,),
         sizes=functools.partial(_sizes, main, encode),
         encode=encode,
-        width=lambda config: _width(_text(config)),
+        width=lambda config: _channels(_bare(_text(config))),
     )
 
 
@@ -402,25 +401,17 @@ def _text(config: Any) -> str:
     return json.dumps({**config.to_dict(), "model_type": config.model_type}, sort_keys=True, default=str)
 
 
-def _from_text(text: str) -> Any:
+@functools.lru_cache(maxsize=32)
+def _bare(text: str) -> nn.Module:
+    """The model of a config, without memory."""
     fields = json.loads(text)
-    return AutoConfig.for_model(fields.pop("model_type"), **fields)
-
-
-@functools.lru_cache(maxsize=32)
-def _main_input(text: str) -> str:
-    return _first_input(built_bare(_from_text(text)))
-
-
-@functools.lru_cache(maxsize=32)
-def _width(text: str) -> int:
-    return _channels(built_bare(_from_text(text)))
+    return built_bare(AutoConfig.for_model(fields.pop("model_type"), **fields))
 
 
 @functools.lru_cache(maxsize=1024)
 def _size(text: str, main: str, shape: tuple[int, ...], encode: Callable[..., ItemRows]) -> ItemSize:
     item = {main: torch.empty(1, *shape, device="meta")}
-    return encode(built_bare(_from_text(text)), item, -1).sizes[0]
+    return encode(_bare(text), item, -1).sizes[0]
 
 
 def _sizes(main: str, encode: Callable[..., ItemRows], config: Any, inputs: Inputs) -> list[ItemSize]:
@@ -474,10 +465,6 @@ def _qwen_audio_rows(model: Any, inputs: Inputs, sizes: list[ItemSize], layer: i
     return kept_rows(model(features, attention_mask=seen).last_hidden_state, sizes)
 
 
-def _model_width(config: Any) -> int:
-    return config.d_model
-
-
 # --- Wav2Vec2 and its like: waves (N, S) ---
 
 
@@ -521,8 +508,8 @@ def _conformer_rows(model: Any, inputs: Inputs, sizes: list[ItemSize], layer: in
 
 WAVES = _kind("input_values", _wave_sizes, _wave_rows, _wave_width)
 AUDIO_KINDS = {
-    "whisper": _kind("input_features", _whisper_sizes, _whisper_rows, _model_width),
-    "qwen2_audio_encoder": _kind("input_features", _qwen_audio_sizes, _qwen_audio_rows, _model_width),
+    "whisper": _kind("input_features", _whisper_sizes, _whisper_rows, attrgetter("d_model")),
+    "qwen2_audio_encoder": _kind("input_features", _qwen_audio_sizes, _qwen_audio_rows, attrgetter("d_model")),
     **dict.fromkeys(("wav2vec2", "hubert", "wavlm", "unispeech", "unispeech-sat"), WAVES),
     "phi4_multimodal_audio": _kind("input_features", _conformer_sizes, _conformer_rows, _hidden_size),
 }

@@ -35,8 +35,13 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
-from lightning_mm5d.models.feature_counts import batch_keys, built_projector, feature_counts
-from lightning_mm5d.models.modality_encoder import ModalityEncoder
+from lightning_mm5d.models.modality_encoder import (
+    CALLBACKS,
+    ModalityEncoder,
+    batch_keys,
+    built_projector,
+    feature_counts,
+)
 from lightning_mm5d.models.multimodal_config import (
     CUSTOMARY_NAMES,
     MultimodalConfig,
@@ -301,7 +306,9 @@ class MultimodalModel(PreTrainedModel, GenerationMixin):
         given = {
             name: loaded_encoder(name, encoder, projectors.get(name), options) for name, encoder in encoders.items()
         }
-        return cls(encoders=given, language_model=loaded_language_model(language_model, options), token_ids=token_ids)
+        if isinstance(language_model, str | Path):
+            language_model = AutoModelForCausalLM.from_pretrained(language_model, **options)
+        return cls(encoders=given, language_model=language_model, token_ids=token_ids)
 
     def freeze(self, **parts: bool) -> None:
         """Freeze parts (True) or train them (False); what is not named stays as it is.
@@ -511,8 +518,7 @@ def _built(name: str, entry: Mapping[str, Any]) -> ModalityEncoder:
     projector, field = entry["projector"], f"encoders.{name}"
     if "class" in projector:
         projector = built_projector(projector, field)
-    names = ("before", "after", "after_projector")
-    callbacks = {key: entry[key] and from_import_path(entry[key], f"{field}.{key}") for key in names}
+    callbacks = {key: entry[key] and from_import_path(entry[key], f"{field}.{key}") for key in CALLBACKS}
     return ModalityEncoder(built_encoder(entry), projector, feature_layer=entry["feature_layer"], **callbacks)
 
 
@@ -540,8 +546,3 @@ def loaded_encoder(name: str, source: Any, projector: Any, options: dict[str, An
         return source
     model = AutoModel.from_pretrained(source, **options) if isinstance(source, str | Path) else source
     return ModalityEncoder(model, "mlp" if projector is None else projector)
-
-
-def loaded_language_model(source: Any, options: dict[str, Any]) -> Any:
-    """Return a causal language model from a folder or a name on the hub; a model as it is."""
-    return AutoModelForCausalLM.from_pretrained(source, **options) if isinstance(source, str | Path) else source

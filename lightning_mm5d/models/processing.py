@@ -5,7 +5,7 @@ configuration and the item's size. The model checks that number against its enco
 
 Shapes: B samples, S tokens, N items of a modality in the batch.
 
-Writes and reads the parts of a `MultimodalProcessor`: JSON and the parts' own files, nothing that runs code.
+A processor is saved as JSON and the files of its parts, nothing that runs code.
 
 Layout of a folder: the tokenizer's files, ``multimodal_processor.json`` (modalities, placeholder tokens, the model's
 configuration), and ``processors/<name>/`` for each modality. Functions are named there as missing; their code is
@@ -38,77 +38,17 @@ from transformers.video_processing_utils import BaseVideoProcessor
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.models.chat import ChatEncoder, Item, Message, default_template, messages_of
-from lightning_mm5d.models.feature_counts import batch_keys, feature_counts
 from lightning_mm5d.models.item_inputs import Processor, Values, item_values, joined, plain_processor
+from lightning_mm5d.models.modality_encoder import batch_keys, feature_counts
 from lightning_mm5d.models.multimodal_config import MultimodalConfig
 
 NAME = "multimodal_processor.json"
-_LOADERS: dict[str, Any] = {"video": AutoVideoProcessor, "image": AutoImageProcessor, "feature": AutoFeatureExtractor}
-_CLASSES = {"video": BaseVideoProcessor, "image": ImageProcessingMixin, "feature": FeatureExtractionMixin}
-
-
-def save_parts(
-    folder: Path,
-    tokenizer: Any,
-    processors: Mapping[str, Any],
-    tokens: Mapping[str, str],
-    config: MultimodalConfig,
-    frames: int | None,
-) -> None:
-    """Write all parts into `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(folder)
-    kinds = {name: _kind(processor) for name, processor in processors.items()}
-    for name, kind in kinds.items():
-        if kind is not None:
-            processors[name].save_pretrained(folder / "processors" / name)
-    fields = {"tokens": dict(tokens), "processors": kinds, "frames": frames, "model": config.to_dict()}
-    (folder / NAME).write_text(json.dumps(fields, indent=2, ensure_ascii=False), encoding="utf-8")
-
-
-def load_parts(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """Read what `save_parts` wrote.
-
-    Args:
-        folder: that holds it.
-        given: processors to use in place of saved ones.
-
-    Returns:
-        ``tokenizer``, ``processors``, ``tokens``, ``frames`` and ``config``.
-
-    Raises:
-        ConfigError: there is no such folder, or a processor was a function and is not given.
-    """
-    path = folder / NAME
-    if not path.is_file():
-        rule = f"A saved processor has a file {NAME}"
-        raise ConfigError("folder", str(folder), rule, "Pass the folder that save_pretrained wrote")
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    processors = {}
-    for name, kind in fields["processors"].items():
-        if Path(name).name != name:
-            raise ConfigError(f"{path}: processors", name, "It is the name of a modality", "Save the processor again")
-        if kind not in (*_LOADERS, None) or (kind is None and name not in given):
-            rule = "It is a function, which is not saved"
-            fix = f"Write from_pretrained(folder, processors={{{name!r}: ...}})"
-            raise ConfigError(f"{path}: processors.{name}", kind, rule, fix)
-        if name in given:
-            processors[name] = given[name]
-        else:
-            processors[name] = _LOADERS[kind].from_pretrained(folder / "processors" / name)
-    return {
-        "tokenizer": AutoTokenizer.from_pretrained(folder),
-        "processors": processors,
-        "tokens": fields["tokens"],
-        "frames": fields["frames"],
-        "config": MultimodalConfig.from_dict(fields["model"]),
-    }
-
-
-def _kind(processor: Any) -> str | None:
-    return next((kind for kind, cls in _CLASSES.items() if isinstance(processor, cls)), None)
-
-
+_KINDS: dict[str, tuple[type, Any]] = {
+    "video": (BaseVideoProcessor, AutoVideoProcessor),
+    "image": (ImageProcessingMixin, AutoImageProcessor),
+    "feature": (FeatureExtractionMixin, AutoFeatureExtractor),
+}
+"""classes of processors that are saved, and what loads them"""
 IGNORED = -100
 """The label of a token that is not learned."""
 
@@ -342,7 +282,16 @@ class MultimodalProcessor:
 
         A model may be saved into the same folder. Functions are not saved: pass them again when loading.
         """
-        save_parts(Path(folder), self.tokenizer, self.processors, self.tokens, self.config, self.frames)
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.tokenizer.save_pretrained(folder)
+        kinds: dict[str, str | None] = {}
+        for name, processor in self.processors.items():
+            kinds[name] = next((kind for kind, (cls, _) in _KINDS.items() if isinstance(processor, cls)), None)
+            if kinds[name] is not None:
+                processor.save_pretrained(folder / "processors" / name)  # type: ignore[attr-defined]
+        fields = {"tokens": self.tokens, "processors": kinds, "frames": self.frames, "model": self.config.to_dict()}
+        (folder / NAME).write_text(json.dumps(fields, indent=2, ensure_ascii=False), encoding="utf-8")
 
     @classmethod
     def from_pretrained(
@@ -358,10 +307,26 @@ class MultimodalProcessor:
         Raises:
             ConfigError: the folder holds no processor, or a function is missing.
         """
-        parts = load_parts(Path(folder), dict(processors or {}))
-        model = parts.pop("config") if model is None else model
-        parts.pop("config", None)
-        return cls(model=model, **parts)
+        folder, given = Path(folder), dict(processors or {})
+        path = folder / NAME
+        if not path.is_file():
+            rule = f"A saved processor has a file {NAME}"
+            raise ConfigError("folder", str(folder), rule, "Pass the folder that save_pretrained wrote")
+        fields, found = json.loads(path.read_text(encoding="utf-8")), dict[str, Processor]()
+        for name, kind in fields["processors"].items():
+            if Path(name).name != name:
+                raise ConfigError(
+                    f"{path}: processors", name, "It is the name of a modality", "Save the processor again"
+                )
+            if kind not in (*_KINDS, None) or (kind is None and name not in given):
+                rule = "It is a function, which is not saved"
+                fix = f"Write from_pretrained(folder, processors={{{name!r}: ...}})"
+                raise ConfigError(f"{path}: processors.{name}", kind, rule, fix)
+            saved = folder / "processors" / name
+            found[name] = given[name] if name in given else _KINDS[kind][1].from_pretrained(saved)
+        model = MultimodalConfig.from_dict(fields["model"]) if model is None else model
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return cls(tokenizer, found, model, tokens=fields["tokens"], frames=fields["frames"])
 
     def _per_text(self, name: str, value: Any, texts: Sequence[str]) -> list[list[Any]]:
         """The items of each text: as given, or in order, one for each placeholder."""

@@ -8,6 +8,9 @@ A recipe says by the names of a model's parts (each encoder, its projector, the 
 learning rate. The parts of a `MultimodalModel` are its own; those of a Hugging Face model are found as the strategy
 finds modalities.
 
+A model is a saved one, or is composed of saved parts. Everything is a folder or a name on the Hugging Face hub, so it
+can stand in YAML. Read inside of `configure_model` under this package's strategy, each rank reads only its own weights.
+
 The prompt of a sample is everything before the last stretch of labelled tokens: the last answer of a conversation.
 
 Shapes: B batch, S sequence, P longest prompt.
@@ -15,22 +18,148 @@ Shapes: B batch, S sequence, P longest prompt.
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
 import torch
+import transformers
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
-from transformers import get_scheduler
+from transformers import (
+    AutoConfig,
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    get_scheduler,
+)
 
-from lightning_mm5d.config.errors import ConfigError, did_you_mean
-from lightning_mm5d.models.processing import IGNORED
+import lightning_mm5d
+from lightning_mm5d.config.errors import CheckpointUntrustedError, ConfigError, did_you_mean
+from lightning_mm5d.models.multimodal_model import MultimodalModel
+from lightning_mm5d.models.processing import IGNORED, MultimodalProcessor
+from lightning_mm5d.models.processing import NAME as PROCESSOR_FILE
 from lightning_mm5d.partition.find import discover
-from lightning_mm5d.recipes.model_source import ModelSource, load_processor
+
+
+@contextmanager
+def _refused(field: str) -> Iterator[None]:
+    """Errors of transformers about folders, names and options become one line that names `field`."""
+    try:
+        yield
+    except (ConfigError, CheckpointUntrustedError):
+        raise
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        fix = "Check the names of folders and the options"
+        raise ConfigError(field, type(error).__name__, f"transformers says: {said.rstrip('.')}", fix) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderSource:
+    """One encoder of a composed model.
+
+    Args:
+        model: folder or name of a model of transformers; of a whole model with several towers, the one that reads this
+            modality.
+        projector: kind of projector, or its kind and its arguments, such as ``{kind: pixel_shuffle, factor: 2}``.
+        processor: folder or name of its image processor or feature extractor. Unset: that of `model`.
+    """
+
+    model: str
+    projector: str | dict[str, Any] = "mlp"
+    processor: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A model as YAML names it: ``pretrained``, or ``encoders`` and ``language_model``.
+
+    Args:
+        pretrained: folder or name of a whole model, also of a saved `MultimodalModel`.
+        encoders: encoders of a composed model, by modality.
+        language_model: folder or name of its causal language model.
+        dtype: such as ``bfloat16``. Unset: that of the files.
+        attn_implementation: such as ``sdpa``. Unset: transformers' default.
+    """
+
+    pretrained: str | None = None
+    encoders: dict[str, EncoderSource] = dataclasses.field(default_factory=dict)
+    language_model: str | None = None
+    dtype: str | None = None
+    attn_implementation: str | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError unless it names one model."""
+        composed = bool(self.encoders) and self.language_model is not None
+        if (self.pretrained is not None) == composed or (self.pretrained and (self.encoders or self.language_model)):
+            rule = "A model is `pretrained`, or composed of `encoders` and a `language_model`"
+            given = {key: value for key, value in vars(self).items() if value}
+            raise ConfigError("model.model", sorted(given), rule, "Name one of the two")
+
+    @_refused("model.model")
+    def load(self) -> PreTrainedModel:
+        """Return the model. In `configure_model` under this package's strategy its weights are read later.
+
+        Raises:
+            ConfigError: there is no such model, or its parts do not fit together.
+        """
+        self.check()
+        said = {"dtype": self.dtype, "attn_implementation": self.attn_implementation}
+        options: dict[str, Any] = {key: value for key, value in said.items() if value is not None}
+        if self.pretrained is not None:
+            return lightning_mm5d.from_pretrained(_class_of(self.pretrained), self.pretrained, **options)
+        assert self.language_model is not None
+        encoders = {name: one.model for name, one in self.encoders.items()}
+        projectors = {name: one.projector for name, one in self.encoders.items()}
+        return MultimodalModel.from_pretrained_parts(
+            encoders=encoders, language_model=self.language_model, projectors=projectors, **options
+        )
+
+    @_refused("model.processor")
+    def load_processor(self, model: nn.Module) -> Any:
+        """Return the processor of the saved model, or one composed of the parts', which sets the model's tokens.
+
+        Args:
+            model: as `load` returned it.
+        """
+        if self.pretrained is not None:
+            return load_processor(self.pretrained)
+        processors = {name: _part_processor(one.processor or one.model) for name, one in self.encoders.items()}
+        return MultimodalProcessor(AutoTokenizer.from_pretrained(self.language_model), processors, model)
+
+
+def load_processor(folder: str | Path) -> Any:
+    """Return the processor in a folder or of a name on the hub, a `MultimodalProcessor` or one of transformers."""
+    if (Path(folder) / PROCESSOR_FILE).is_file():
+        return MultimodalProcessor.from_pretrained(folder)
+    return AutoProcessor.from_pretrained(folder)
+
+
+def _part_processor(folder: str) -> Any:
+    """The image processor or feature extractor of one encoder."""
+    try:
+        return AutoImageProcessor.from_pretrained(folder)
+    except (OSError, ValueError):  # a folder without one
+        return AutoFeatureExtractor.from_pretrained(folder)
+
+
+def _class_of(folder: str) -> Any:
+    """The class that a saved model names, where transformers has it."""
+    config = AutoConfig.from_pretrained(folder)
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    return AutoModelForImageTextToText
 
 
 class MultimodalModule(L.LightningModule):
@@ -154,9 +283,7 @@ class MultimodalModule(L.LightningModule):
                 rule = "Prompts are cut out of a batch with labels and padded, for which a tokenizer is needed"
                 raise ConfigError("processor", None, rule, "Give the processor's folder, or batches without labels")
             batch = prompts(batch, tokenizer)
-        tokens = model.generate(**batch, max_new_tokens=self.max_new_tokens, do_sample=False)
-        if not model.config.is_encoder_decoder:
-            tokens = tokens[:, batch["input_ids"].shape[1] :]
+        tokens = self._generated(batch)
         if tokenizer is not None:
             return [text.strip() for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
         # microbatches of unequal lengths are one batch, padded as `generate` pads
@@ -164,6 +291,12 @@ class MultimodalModule(L.LightningModule):
         padding = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
         padding = padding[0] if isinstance(padding, list) else padding
         return nn.functional.pad(tokens, (0, self.max_new_tokens - tokens.shape[1]), value=padding or 0)
+
+    def _generated(self, batch: Mapping[str, Any]) -> Tensor:
+        """The tokens after prompts, (B, at most max_new_tokens)."""
+        assert self.model is not None
+        tokens = self.model.generate(**batch, max_new_tokens=self.max_new_tokens, do_sample=False)
+        return tokens if self.model.config.is_encoder_decoder else tokens[:, batch["input_ids"].shape[1] :]
 
     def _run(self, batch: Mapping[str, Any]) -> Any:
         if batch.get("labels") is None:
@@ -183,15 +316,13 @@ class MultimodalModule(L.LightningModule):
         left = self.samples - len(self._shown)
         if left <= 0 or dataloader_idx:
             return
-        processor, model = self.processor, self.model
-        assert model is not None
+        tokenizer = self.processor.tokenizer
         with torch.no_grad():
-            asked = prompts(batch, processor.tokenizer)
-            tokens = model.generate(**asked, max_new_tokens=self.max_new_tokens, do_sample=False)
-            tokens = tokens[:, asked["input_ids"].shape[1] :]
+            asked = prompts(batch, tokenizer)
+            tokens = self._generated(asked)
         answered = [pair for pair in zip(tokens, targets(batch), strict=True) if len(pair[1])]
         for answer, target in answered[:left]:
-            self._shown.append(exact(processor.tokenizer, answer, target))
+            self._shown.append(exact(tokenizer, answer, target))
 
     def on_validation_epoch_end(self) -> None:
         """Log how many generated answers are right, and write them to ``samples.jsonl`` in the root folder."""
@@ -281,19 +412,12 @@ def _halves(model: nn.Module, path: str, name: str) -> dict[str, str]:
     held = path.rpartition(".")[2]
     if "projector" in held or "connector" in held or held.startswith("embed_"):
         return {path: name + PROJECTOR}
-    module = _module(model, path)
+    module = dict(model.named_modules()).get(path)  # none where it is a parameter
     inner = () if module is None else module.named_children()
     projectors = {
         f"{path}.{child}": name + PROJECTOR for child, _ in inner if "projector" in child or child == "merger"
     }
     return {path: name, **projectors}
-
-
-def _module(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:  # a parameter
-        return None
 
 
 def check_names(field: str, given: Mapping[str, object], names: Mapping[str, str]) -> None:
@@ -341,11 +465,8 @@ def prompts(batch: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 def targets(batch: Mapping[str, Any]) -> list[Tensor]:
     """Return the tokens of each sample's last answer."""
-    found = []
-    for row, labels in zip(batch["input_ids"], batch["labels"], strict=True):
-        start, stop = _last_answer(labels)
-        found.append(row[start:stop])
-    return found
+    rows = zip(batch["input_ids"], batch["labels"], strict=True)
+    return [row[slice(*_last_answer(labels))] for row, labels in rows]
 
 
 def _last_answer(labels: Tensor) -> tuple[int, int]:

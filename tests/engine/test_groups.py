@@ -20,7 +20,7 @@ from lightning_mm5d import Modality
 from lightning_mm5d.engine import run_groups as module
 from lightning_mm5d.engine.run_groups import Groups, Wish, communicators, disjoint, wanted_groups
 from lightning_mm5d.layout import Layout
-from lightning_mm5d.tools.planner.sketch import sketched_plan
+from lightning_mm5d.tools.planner.outcomes import sketched_plan
 from ranks import run_ranks
 
 DEVICE = torch.device("cuda", 0)
@@ -178,4 +178,4 @@ def test_groups_are_made_in_one_place() -> None:
     making = re.compile(r"\b(?:new_group|split_group|new_subgroups\w*|init_device_mesh|DeviceMesh)\(")
     package = Path(module.__file__).parents[1]
     found = {str(path.relative_to(package)) for path in package.rglob("*.py") if making.search(path.read_text())}
-    assert found == {"engine/run_groups.py", "tools/dryrun/answered_groups.py"}
+    assert found == {"engine/run_groups.py", "tools/dryrun/answered.py"}

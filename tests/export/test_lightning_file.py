@@ -13,8 +13,7 @@ from lightning.pytorch.utilities.parsing import AttributeDict
 
 from lightning_mm5d.checkpoint.full_file import load_full
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.export.lightning_file import write_lightning
-from lightning_mm5d.export.plain_file import PlainTensors, open_plain
+from lightning_mm5d.export.lightning_file import PlainTensors, open_plain, write_lightning
 from lightning_mm5d.sharded.remote_value import tensors_of
 from lightning_mm5d.tools.cli.main import main
 

@@ -23,7 +23,7 @@ from transformers import (
 
 from lightning_mm5d import ConfigError, ModalityEncoder, MultimodalConfig, MultimodalModel, ProjectorConfig
 from lightning_mm5d.config.errors import CheckpointUntrustedError
-from lightning_mm5d.models.feature_counts import feature_counts
+from lightning_mm5d.models.modality_encoder import feature_counts
 from lightning_mm5d.models.multimodal_model import Placeholders
 
 from .composed import IDS, MODELS, SMALL, WIDTH, batch, build, clip, compose, gpt2, inputs, llama, pixtral, whisper

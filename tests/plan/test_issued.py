@@ -15,7 +15,7 @@ from lightning_mm5d.plan.issued import Issued, check_messages
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.topology import pairs_of
 from lightning_mm5d.schedule import SCHEDULES
-from lightning_mm5d.tools.planner.sketch import sketched_plan
+from lightning_mm5d.tools.planner.outcomes import sketched_plan
 
 
 def _sizes(rng: Random) -> dict[str, int]:

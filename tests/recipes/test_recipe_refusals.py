@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_mm5d import ConfigError, MultimodalModule
-from lightning_mm5d.recipes.model_source import EncoderSource, ModelSource, _class_of
-from lightning_mm5d.recipes.module import prompts
+from lightning_mm5d.recipes.module import EncoderSource, ModelSource, _class_of, prompts
 from recipes.test_module import IGNORED, model, samples
 
 pytestmark = pytest.mark.usefixtures("float64")

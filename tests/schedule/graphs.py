@@ -9,7 +9,7 @@ from lightning_mm5d.config.modality import Modality, for_schedule
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.schedule import Graph, Node, place
 from lightning_mm5d.schedule.stage_key import StageKey
-from lightning_mm5d.tools.planner.sketch import sketch
+from lightning_mm5d.tools.planner.outcomes import sketch
 
 
 def links(modality: str, depth: int) -> list[tuple[StageKey, StageKey]]:

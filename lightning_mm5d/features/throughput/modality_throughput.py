@@ -14,6 +14,7 @@ others count by their elements as much as those that were counted.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
@@ -27,7 +28,7 @@ from lightning.pytorch.callbacks import Callback, ThroughputMonitor
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_mm5d.config.errors import private
+from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.microbatch import batch_samples, leaves
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
 from lightning_mm5d.engine.recorder import Moment, Recorder, moment, seconds_between
@@ -68,12 +69,17 @@ class ModalityThroughput(Callback):
         available_flops: peak of one device in flops per second, in the precision that trains. None takes what Lightning
             knows of the device; without either there is no MFU and no HFU.
         prog_bar: whether the progress bar shows ``tokens_per_sec`` and ``device/mfu``.
+
+    Raises:
+        ConfigError: the peak is no positive number; or, when training starts, another strategy trains.
     """
 
     def __init__(self, *, available_flops: float | None = None, prog_bar: bool = False) -> None:
         super().__init__()
-        if available_flops is not None and not available_flops > 0:
-            raise ValueError(f"available_flops: got {available_flops!r}. It is the peak of a device. Use 989e12, say")
+        is_number = isinstance(available_flops, (int, float)) and not isinstance(available_flops, bool)
+        if available_flops is not None and not (is_number and 0 < available_flops < math.inf):
+            rule = "It is the peak of a device in flops per second, above 0"
+            raise ConfigError("available_flops", available_flops, rule, "Use for instance 989e12")
         self.available_flops, self.prog_bar = available_flops, prog_bar
         self.figures: ThroughputFigures | None = None
         self._peak = available_flops
@@ -82,6 +88,13 @@ class ModalityThroughput(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and self.available_flops is None:
             self._peak = _peak(trainer, pl_module)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.figures is None:
+            rule = "It counts the steps of a MultimodalStrategy"
+            fix = "Use strategy='mm5d', or Lightning's ThroughputMonitor"
+            raise ConfigError("callbacks", type(self).__name__, rule, fix)
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any) -> None:

@@ -1,7 +1,7 @@
 """The file that describes a cluster: reads it, measures the links of this machine and writes it.
 
 Keys are those of `Cluster`, with ``links: {inside: {latency, bandwidth}, between: {...}}`` in seconds and bytes per
-second. Refuses keys that do not exist, and values that are no positive numbers.
+second. Refuses keys that do not exist, and values that no cluster has.
 
 Links are measured by all processes at once, each with a partner: messages go there and back, small ones for the
 latency and large ones for the bandwidth. Partners are on one node for `inside`, and at the same place of two nodes for
@@ -27,11 +27,20 @@ import yaml
 
 from lightning_mm5d.config.checks import check_count
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
+from lightning_mm5d.config.tables import bytes_of
 from lightning_mm5d.tools.cli.configuration import read_configuration
-from lightning_mm5d.tools.cli.terminal import bytes_of
-from lightning_mm5d.tools.planner.links import Cluster, Link
+from lightning_mm5d.tools.cli.terminal import write
+from lightning_mm5d.tools.planner.layout_costs import Cluster, Link
 
 _SMALL, _LARGE = 8, 2**24  # bytes of a message
+_NUMBERS = {
+    "latency": (1e-12, 1e3, "5e-6"),
+    "bandwidth": (1.0, 1e20, "25e9"),
+    "flops": (1.0, 1e20, "400e12"),
+    "efficiency": (1e-6, 1.0, "0.4"),
+    "memory_bandwidth": (1.0, 1e20, "2e12"),
+}
+"""least and largest value of each number, beyond which seconds are none, and a usual one"""
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -45,11 +54,10 @@ def read_cluster(path: Path) -> Cluster:
     _check_keys("cluster", said, ("nodes", "ranks", "memory", "links", *numbers), needed=("nodes", "ranks", "memory"))
     for key in ("nodes", "ranks"):
         check_count(f"cluster.{key}", said[key])
+    check_count("cluster.nodes * ranks", said["nodes"] * said["ranks"])
     found: dict[str, Any] = {key: said[key] for key in ("nodes", "ranks")}
     found["memory"] = bytes_of("cluster.memory", said["memory"])
     found |= {key: _number(f"cluster.{key}", said[key]) for key in numbers if key in said}
-    if found.get("efficiency", 0) > 1:
-        raise ConfigError("cluster.efficiency", said["efficiency"], "It is a part of flops, at most 1", "Use 0.4")
     links = said.get("links", {})
     _check_keys("cluster.links", links, ("inside", "between"))
     names = [each.name for each in fields(Link)]
@@ -76,8 +84,9 @@ def _number(field: str, said: object) -> float:
         number = float(said) if isinstance(said, (int, float, str)) and not isinstance(said, bool) else 0.0
     except ValueError:
         number = 0.0
-    if not 0 < number < float("inf"):
-        raise ConfigError(field, said, "It is a positive number", "Write for instance 25e9")
+    least, most, usual = _NUMBERS[field.rpartition(".")[2]]
+    if not least <= number <= most:
+        raise ConfigError(field, said, f"It is a number from {least:g} to {most:g}", f"Write for instance {usual}")
     return number
 
 
@@ -104,7 +113,7 @@ def measure_links(out: Path | None) -> int:
         if dist.get_rank() == 0:
             print(text, end="")
             if out is not None:
-                out.write_text(text, encoding="utf-8")
+                write("--out", out, text)
     finally:
         dist.destroy_process_group()
     return 0

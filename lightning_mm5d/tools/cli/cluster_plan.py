@@ -1,10 +1,17 @@
-"""``mm5d plan``: searches layouts for the ranks of a cluster, prints the best five and writes the first."""
+"""``mm5d plan``: searches layouts for the ranks of a cluster, prints the best five and writes the first.
+
+``--from`` takes costs from the file that `timeline` wrote, the actions of one training step of the configured layout.
+What its stages took, less the exchanges that the model of links gives their layers, over what the roofline gives them
+is the scale of all of their layers. So layouts that cut elsewhere, or that share layers out over other ranks, are
+compared by measured layers. A file that no run wrote, or one of another layout or model, is refused.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
 import logging
+import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -12,7 +19,8 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -20,9 +28,9 @@ import yaml
 from lightning_mm5d.config.checks import check_count
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
-from lightning_mm5d.config.tables import Table, memory_text
+from lightning_mm5d.config.tables import Table, bytes_of, memory_text
 from lightning_mm5d.features.shared_experts.experts import find_experts
-from lightning_mm5d.partition.costs import units
+from lightning_mm5d.partition.costs import stage_costs, units
 from lightning_mm5d.partition.find import find
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import SCHEDULES, check_fields, name_of
@@ -30,14 +38,20 @@ from lightning_mm5d.tools.cli.cluster_file import read_cluster
 from lightning_mm5d.tools.cli.configuration import Source
 from lightning_mm5d.tools.cli.estimates import first_microbatch, first_samples, may_share, step_of, tracer
 from lightning_mm5d.tools.cli.job import STRATEGY, Job, durations, load
-from lightning_mm5d.tools.cli.measured_run import MeasuredRun, measured_scales, read_run
-from lightning_mm5d.tools.cli.terminal import bytes_of, show
+from lightning_mm5d.tools.cli.terminal import check_writable, show, write
 from lightning_mm5d.tools.planner.activation_trace import Trace
-from lightning_mm5d.tools.planner.layout_costs import LayoutCosts
-from lightning_mm5d.tools.planner.links import Cluster
+from lightning_mm5d.tools.planner.layout_costs import Cluster, LayoutCosts
 from lightning_mm5d.tools.planner.profile import measure
-from lightning_mm5d.tools.planner.proposal import check_searched, plan_maker, said_of
-from lightning_mm5d.tools.planner.search import Candidate, Judged, LayoutSearch, words
+from lightning_mm5d.tools.planner.rank_memory import span_of
+from lightning_mm5d.tools.planner.search import (
+    Candidate,
+    Judged,
+    LayoutSearch,
+    check_searched,
+    plan_maker,
+    said_of,
+    words,
+)
 
 NODE = 8
 """ranks of a node where no file says how many"""
@@ -46,8 +60,7 @@ NODE = 8
 def plan(arguments: Namespace, source: Source) -> None:
     """Search layouts for a cluster, print them and write the best."""
     _check_sources(arguments)
-    if arguments.write is not None and not arguments.write.parent.is_dir():
-        raise ConfigError("--write", str(arguments.write), "There is no such folder", "Name a file in another one")
+    check_writable("--write", arguments.write)
     run = None if arguments.run is None else read_run(arguments.run)
     cluster = _cluster(arguments)
     world = None if cluster is None else (cluster.ranks, cluster.nodes)
@@ -64,7 +77,7 @@ def plan(arguments: Namespace, source: Source) -> None:
         raise search.refusal()
     text = _file(found[0].candidate, job, source, cluster, replica_batch)
     if arguments.write is not None:
-        arguments.write.write_text(text, encoding="utf-8")
+        write("--write", arguments.write, text)
     if arguments.json:
         print(json.dumps([_numbers(one) for one in found]))
         return
@@ -148,7 +161,7 @@ def _scales(
         if torch.cuda.is_available():
             job.module.to("cuda")
         parts = find(job.module, job.strategy.modalities)
-        told |= measure(job.module, first_microbatch(job), parts, costs.rows).medians
+        told |= measure(job.module, first_microbatch(job), parts, costs.rows)
     else:
         told |= {name: [total] for name, total in durations(arguments.cost, job.modalities).items()}
     return costs.scales_of(told)
@@ -176,11 +189,7 @@ def search_of(
     strategy, module = job.strategy, job.module
     assert module is not None
     check_searched(job.modalities)
-    try:
-        samples, each = first_samples(job)
-    except Exception as error:
-        rule = f"Tokens and images are counted in the first batch of the training data, which fails: {error}"
-        raise ConfigError("data", None, rule, "Add data: with samples of the usual sizes") from error
+    samples, each = first_samples(job)
     loss, loaded = loss_modality_of(job.modalities), strategy.microbatching == "loader"
     base = {name: _free(one, None if name == loss else loss) for name, one in job.modalities.items()}
 
@@ -296,3 +305,99 @@ def _own(job: Job, search: LayoutSearch, best: Judged) -> str:
     if judged.memory.peak > search.memory:
         return f"{text}. Rank {judged.memory.rank} needs {memory_text(judged.memory.peak)}, more than there is"
     return f"{text}: {seconds / best.time.seconds:.2f} times the step of the best"
+
+
+_OPTION = "--from"
+_LEAST = 1e-3  # of a stage's time, what its layers take beside exchanges
+
+
+class MeasuredRun(NamedTuple):
+    """A training step of a run.
+
+    Attributes:
+        path: of the file.
+        seconds: from its first action to the end of its last one, over all ranks.
+        stages: seconds of forward and backward of one microbatch, for each stage; medians over microbatches and ranks.
+        microbatches: of the step, over all replicas.
+    """
+
+    path: Path
+    seconds: float
+    stages: Mapping[str, float]
+    microbatches: int
+
+
+def read_run(path: Path) -> MeasuredRun:
+    """Read what ``timeline: FILE.json`` wrote.
+
+    Raises:
+        ConfigError: it is another file, or cannot be read.
+    """
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        labels = {one["tid"]: str(one["args"]["name"]) for one in events if one["name"] == "thread_name"}
+        simulated = {row for row, label in labels.items() if label.endswith("simulated")}
+        actions = [one for one in events if one["ph"] == "X" and one["tid"] not in simulated]
+        times: dict[str, dict[str, list[float]]] = {}
+        for one in actions:
+            times.setdefault(one["args"]["stage"], {}).setdefault(one["cat"], []).append(float(one["dur"]) / 1e6)
+        ends = [float(one["ts"]) + float(one["dur"]) for one in actions]
+        seconds = (max(ends) - min(float(one["ts"]) for one in actions)) / 1e6
+        microbatches = {one["args"]["microbatch"] for one in actions}
+    except OSError as error:
+        raise ConfigError(_OPTION, str(path), f"It cannot be read: {error.strerror}", "Name a readable file") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _other_file(path) from error
+    if not simulated or not seconds > 0:
+        raise _other_file(path)
+    stages = {stage: sum(map(statistics.median, kinds.values())) for stage, kinds in times.items()}
+    return MeasuredRun(path, seconds, stages, len(microbatches))
+
+
+def _other_file(path: Path) -> ConfigError:
+    rule = "It is no timeline of a run, with measured and simulated actions of each rank"
+    return ConfigError(_OPTION, str(path), rule, "Train with timeline: run.json (under trainer.strategy), and name it")
+
+
+def measured_scales(run: MeasuredRun, plan: Plan | None, costs: LayoutCosts) -> dict[str, list[float]]:
+    """Return for each unit of all modalities its measured time over that of the roofline.
+
+    Args:
+        run: of the configured layout.
+        plan: of that layout; None where it cannot run on the ranks of the search.
+        costs: without scales.
+
+    Raises:
+        ConfigError: the run had other stages.
+    """
+    if plan is None:
+        rule = "It was measured with the configured layout, which cannot run on these ranks"
+        raise ConfigError(_OPTION, str(run.path), rule, "Leave dp_size unset, or name as many ranks as the run had")
+    stages = sorted(plan.topology.members)
+    count = costs.step.num_microbatches
+    if run.microbatches % count:
+        rule = f"It has {run.microbatches} microbatches, and the configuration {count} for each replica"
+        raise ConfigError(_OPTION, str(run.path), rule, "Give the configuration of that run")
+    if sorted(run.stages) != stages:
+        rule = f"It has the stages {', '.join(sorted(run.stages))}, and the configuration {', '.join(stages)}"
+        raise ConfigError(_OPTION, str(run.path), rule, "Give the configuration of that run")
+    alone, doubled = (_seconds(plan, costs, scale) for scale in (1.0, 2.0))
+    scales = {name: [1.0] * len(row) for name, row in costs.rows.items()}
+    for name, cuts in plan.partition.stages.items():
+        for cut in cuts:
+            stage = plan.topology.stage_of[cut.name]
+            layers, span = doubled[stage] - alone[stage], span_of(cut, cuts)
+            measured = run.stages[stage]
+            took = max(measured - (alone[stage] - layers), _LEAST * measured)
+            scales[name][span] = [took / layers if layers > 0 else 1.0] * len(scales[name][span])
+    return scales
+
+
+def _seconds(plan: Plan, costs: LayoutCosts, scale: float) -> dict[Any, float]:
+    """Seconds of a microbatch's forward and backward in each stage, with layers of `scale` times the roofline's."""
+    scales = {name: [scale] * len(row) for name, row in costs.rows.items()}
+    trainable = costs.step.trainable
+    graphs = replace(costs, scales=scales, known={}).timed(plan, costs.samples).graphs
+    trains = graphs.trains(trainable)
+    both = {key: stage_costs(graphs.timed_units[key], trainable, trains[key][1]) for key in plan.topology.members}
+    return {key: forward + backward for key, (forward, backward, _) in both.items()}

@@ -3,13 +3,20 @@
 Checks the fields of the strategy, with the options that override them. Leaves the
 rest to the parser of the LightningCLI, and also everything that only that parser resolves: files that are named inside
 of the configuration, variables, and strategies that are no `MultimodalStrategy`.
+
+What the parser refuses is told in one line, with the option that was probably meant. The name of a model, which may
+stand in place of a configuration, is an import path or a configuration of Hugging Face.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
+import inspect
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +25,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from lightning_mm5d.config.checks import MOST
-from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.config.modality import Modality, as_modalities, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import FUNCTIONS
 from lightning_mm5d.layout.layout import Layout
@@ -373,3 +380,93 @@ def _loaded(option: str, value: str) -> Any:
         return yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise ConfigError(option, value, "It is no YAML", "Write for instance {language: {pp_size: 2}}") from error
+
+
+_UNION = "Does not validate against any of the Union subtypes"
+_NOISE = ("Subtypes:", "Errors:", "Given value", "Expected a <class 'NoneType'>", "Expected a <class 'str'>")
+_UNKNOWN = re.compile(
+    r"(?:given class_path '(?P<owner>[\w.]+)':\s+)?(?:Option|not accept option|Key) '(?P<key>[\w.]+)'"
+    r"|unrecognized arguments: --(?P<option>[\w.]+)"
+)
+_LONG = 20  # names; longer lists are not printed
+
+
+def one_line(message: str) -> str:
+    """The message in one line, without the list of types that jsonargparse tried, and with the nearest key."""
+    lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
+    kept = " ".join(line for line in lines if not line.startswith(_NOISE)).replace(_UNION, "")
+    text = " ".join((" ".join(lines) if kept.rstrip().endswith(":") else kept).split())
+    advice = _suggestion(message)
+    return f"{text.rstrip('.')}. {advice}" if advice else text
+
+
+def _suggestion(message: str) -> str:
+    """``Did you mean 'pp_size'?`` for a key that some class does not accept; nothing for other messages."""
+    *_, found = [None, *_UNKNOWN.finditer(message)]
+    if found is None:
+        return ""
+    path, _, key = (found["key"] or found["option"]).rpartition(".")
+    owner = found["owner"] or {"trainer": "lightning.pytorch.Trainer"}.get(path)
+    known = (
+        _parameters(owner) if owner else ["trainer", "model", "data", "seed_everything", *FIELDS] if not path else []
+    )
+    if not known:
+        return ""
+    advice = did_you_mean(key, known)
+    return advice if len(known) <= _LONG else f"{advice.split('? ')[0]}?"
+
+
+def _parameters(path: str) -> list[str]:
+    module, _, name = path.rpartition(".")
+    if module.startswith("lightning.") and module not in sys.modules:
+        return []
+    try:
+        return [each for each in _signature(getattr(importlib.import_module(module), name)) if each != "self"]
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return []
+
+
+def _signature(cls: type) -> Iterable[str]:
+    return inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+
+
+FIELD = "--model"
+FIX = "Give the import path of a class, a config.json, or a folder with one"
+
+
+def configuration_file(name: str) -> Path | None:
+    """Return the ``config.json`` that a name stands for; None for an import path.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    path = Path(name)
+    if path.is_dir() or path.suffix == ".json":
+        return path / "config.json" if path.is_dir() else path
+    if path.exists() or "/" in name:
+        rule = "It is no folder, and no config.json" if path.exists() else "There is no such file or folder"
+        raise ConfigError(FIELD, name, rule, FIX)
+    if "." not in name or not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(FIELD, name, "It is neither a file nor an import path such as package.module.Class", FIX)
+    return None
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """Return what a ``config.json`` says, ``model_type`` at least.
+
+    Raises:
+        ConfigError: it cannot be read, or says no family.
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        inside = sorted(one.name for one in path.parent.iterdir())[:8] if path.parent.is_dir() else []
+        rule = f"It cannot be read ({error.strerror})" + (
+            f"; beside it there are {', '.join(inside)}" if inside else ""
+        )
+        raise ConfigError(FIELD, str(path), rule, FIX) from error
+    except ValueError as error:
+        raise ConfigError(FIELD, str(path), f"It is no JSON: {error}", FIX) from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
+        raise ConfigError(FIELD, str(path), "It has no model_type, which says what family the model is of", FIX)
+    return fields

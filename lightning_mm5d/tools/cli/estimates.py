@@ -19,6 +19,7 @@ from lightning_mm5d.data.microbatch import copied
 from lightning_mm5d.features.refusals.optimizer_probe import dependence, remade
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.tools.cli.job import Job
+from lightning_mm5d.tools.cli.terminal import reason
 from lightning_mm5d.tools.planner.activation_trace import Trace, trace
 from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates
 from lightning_mm5d.tools.planner.rank_memory import Step
@@ -34,17 +35,25 @@ def first_microbatch(job: Job, *, prepares: bool = True) -> Any:
     """
     module, parts = job.module, _first_parts(job, prepares=prepares)
     assert module is not None
+    dtype: Any = module.dtype
     part = parts[0].batch
     part = module.transfer_batch_to_device(module.on_before_batch_transfer(part, 0), module.device, 0)
-    if module.dtype != torch.float32:  # as the precision plugins of Lightning do where the module is not 32-bit
-        convert = partial(_to_dtype, dtype=module.dtype)
-        part = apply_to_collection(part, torch.Tensor, convert)
+    if dtype != torch.float32:  # as the precision plugins of Lightning do where the module is not 32-bit
+        part = apply_to_collection(part, torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one)
     return module.on_after_batch_transfer(part, 0)
 
 
 def first_samples(job: Job) -> tuple[int, int]:
-    """Return how many samples the first batch of the training data has, and its first microbatch."""
-    parts = _first_parts(job, prepares=False)
+    """Return how many samples the first batch of the training data has, and its first microbatch.
+
+    Raises:
+        ConfigError: there are no training data, or their first batch fails.
+    """
+    try:
+        parts = _first_parts(job, prepares=False)
+    except Exception as error:  # a user's code
+        rule = f"Tokens and images are counted in the first batch of the training data, which fails: {error}"
+        raise ConfigError("data", None, rule, "Add data: with samples of the usual sizes") from error
     return sum(part.samples for part in parts), parts[0].samples
 
 
@@ -70,11 +79,6 @@ def _first_parts(job: Job, *, prepares: bool) -> Any:
     return parts
 
 
-def _to_dtype(tensor: torch.Tensor, dtype: torch.dtype | str) -> torch.Tensor:
-    assert isinstance(dtype, torch.dtype)
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -92,12 +96,12 @@ def step_of(job: Job, plan: Plan, traced: Callable[[Plan], Trace] | None = None)
     try:
         states = OptimizerStates(module, remade)
     except Exception as error:  # a user's code
-        notes.append(f"The states of optimizers are not counted: configure_optimizers fails here ({_line(error)})")
+        notes.append(f"The states of optimizers are not counted: configure_optimizers fails here ({reason(error)})")
     found: Trace | None = None
     try:
         found = (traced or tracer(job))(plan)
     except Exception as error:  # a user's code
-        notes.append(f"Activations are not counted: a step without memory fails here ({_line(error)})")
+        notes.append(f"Activations are not counted: a step without memory fails here ({reason(error)})")
     step = Step(
         module,
         strategy.schedule,
@@ -128,8 +132,3 @@ def tracer(job: Job) -> Callable[[Plan], Trace]:
         return trace(module, given, plan.partition, plan.modalities, plan.division, context, plan.experts)
 
     return traced
-
-
-def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__

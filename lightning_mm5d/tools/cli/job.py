@@ -88,13 +88,15 @@ def load(source: Source, *, with_memory: bool = False, world: tuple[int, int] | 
     if not source.has_model:
         texts = [yaml.safe_dump(_without_model(content), sort_keys=False) for content in source.contents]
         arguments = [part for text in texts for part in ("--config", text)] + list(map(_in_full, source.overrides))
-        return _job_of(None, arguments, partial(LightningCLI, LightningModule), with_model=False)
+        read = partial(_parsed, arguments=arguments, with_model=False)
+        return _job_of(None, partial(LightningCLI, LightningModule), read)
     arguments = [part for config in source.configs for part in ("--config", str(config))] + list(source.overrides)
     folders = [source.script.parent] if source.script else []
     with _importable([*folders, *(config.parent for config in source.configs), Path()]):
         try:
             recipe = command_line(source.contents, source.overrides)
-            return _job_of(source.script, arguments, recipe, with_memory=with_memory, world=world)
+            read = partial(_parsed, arguments=arguments, with_memory=with_memory, world=world)
+            return _job_of(source.script, recipe, read)
         except ArgumentError:
             _check_models(source)
             raise
@@ -148,23 +150,14 @@ class _Finished(BaseException):
         self.outcome = outcome
 
 
-def _job_of(
-    script: Path | None,
-    arguments: list[str],
-    without_script: Callable[[], Any],
-    *,
-    with_model: bool = True,
-    with_memory: bool = False,
-    world: tuple[int, int] | None = None,
-) -> Job:
-    """Run what makes a LightningCLI until it has made its parser, and let that parser read `arguments`."""
+def _job_of(script: Path | None, without_script: Callable[[], Any], parsed: Callable[[Any, list[str]], Job]) -> Job:
+    """Run what makes a LightningCLI until it has made its parser, and return what `parsed` makes of that parser."""
     setup_parser, fit = LightningCLI.setup_parser, {"fit": LightningCLI.subcommands()["fit"]}
 
     def read(cli: LightningCLI, run: bool, main_kwargs: dict[str, Any], sub_kwargs: dict[str, Any]) -> None:
         setup_parser(cli, run, main_kwargs | {"exit_on_error": False}, sub_kwargs)
         try:
-            command = ["fit"] if run else []
-            outcome: Job | Exception = _parsed(cli.parser, command, arguments, with_model, with_memory, world)
+            outcome: Job | Exception = parsed(cli.parser, ["fit"] if run else [])
         except Exception as error:
             outcome = error
         raise _Finished(outcome)
@@ -186,11 +179,13 @@ def _job_of(
 def _parsed(
     parser: Any,
     command: list[str],
+    *,
     arguments: list[str],
-    with_model: bool,
-    with_memory: bool,
-    world: tuple[int, int] | None,
+    with_model: bool = True,
+    with_memory: bool = False,
+    world: tuple[int, int] | None = None,
 ) -> Job:
+    """What the parser of a LightningCLI, which may have the subcommand `fit`, reads from the arguments."""
     parsed = parser.parse_args([*command, *arguments])
     settings = (parsed[command[0]] if command else parsed).trainer
     strategy, modalities = _strategy(settings.strategy)
@@ -203,7 +198,7 @@ def _parsed(
     if not with_model:
         assert strategy.layout.size  # raises where the sizes do not fill the world
         return Job(strategy, None, modalities)
-    precision, accumulates = str(settings.precision), (settings.accumulate_grad_batches or 1) != 1
+    precision, accumulates = str(settings.precision or "32-true"), (settings.accumulate_grad_batches or 1) != 1
     dtype = _DTYPES.get(precision)
     if precision in ("bf16-true", "16-true"):
         strategy.precision_plugin = HalfPrecision(precision)  # type: ignore[arg-type]

@@ -18,26 +18,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 
+from lightning_mm5d.config.errors import CheckpointCorruptError, CheckpointUntrustedError, ConfigError, private
+
 _CONFIGURED = ("inspect", "simulate", "plan", "dryrun")  # commands whose other options override the configuration
 _TRAINING = ("fit", "validate", "test", "predict")
-_OPTIONS = (
-    "--help",
-    "--version",
-    "--json",
-    "--out",
-    "--script",
-    "--cost",
-    "--frozen",
-    "--measure",
-    "--rank",
-    "--world",
-)
-_SEARCH_OPTIONS = ("--ranks", "--memory", "--memory-limit", "--cluster", "--batch", "--write", "--from")
+_OF_A_MODEL = ("--model", "--config", "--tp", "--pp")  # of `inspect`; beside a CONFIG they are the LightningCLI's
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if next(iter(given), "") in _TRAINING:
         return _attempt(lambda: _train(given))
-    own, overrides = _split(given)
-    parser = _parser()
+    parser, parsers = _parser()
+    own, overrides = _split(given, parsers)
     arguments = parser.parse_args(own)
     if arguments.command is None:
         parser.print_help()
@@ -71,17 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.command == "doctor":
-        if arguments.links:
-            from lightning_mm5d.tools.cli.cluster_file import measure_links  # imports torch
-
-            return measure_links(arguments.out)
-        from lightning_mm5d.tools.cli.doctor import doctor
-
-        return doctor()
+        return _attempt(lambda: _doctor(arguments))
     if arguments.command == "convert":
-        return _attempt(lambda: _convert(arguments))
+        return _attempt(lambda: _convert(arguments.file, arguments.out))
     if arguments.command not in _CONFIGURED:
-        return _run_on_checkpoint(arguments)
+        hint = " Here that is --unsafe."
+        return _attempt(lambda: _run_on_checkpoint(arguments), CheckpointCorruptError, OSError, untrusted=hint)
     from jsonargparse import ArgumentError
 
     from lightning_mm5d.schedule.validate import ScheduleError
@@ -89,24 +74,65 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     return _attempt(lambda: _run_configured(arguments, overrides), ArgumentError, ScheduleError)
 
 
-def _attempt(command: Callable[[], object], *errors: type[Exception]) -> int:
-    """Return the exit code of a command, 2 where it is refused: by errors of ours, or by one of `errors`."""
-    from lightning_mm5d.config.errors import CheckpointUntrustedError, ConfigError
-    from lightning_mm5d.tools.cli.refusals import one_line
+def _attempt(command: Callable[[], int | None], *errors: type[Exception], untrusted: str = "") -> int:
+    """Return the exit code of a command, 2 where it is refused: by errors of ours, or by one of `errors`.
+
+    Args:
+        command: what is run.
+        errors: besides those of a configuration or of a checkpoint that is not trusted.
+        untrusted: what is said after the latter.
+    """
+    from lightning_mm5d.tools.cli.configuration import one_line
 
     refused: tuple[type[Exception], ...] = (ConfigError, CheckpointUntrustedError, *errors)
     try:
-        command()
+        return command() or 0
     except refused as error:
-        print(f"mm5d: error: {one_line(str(error))}", file=sys.stderr)
+        hint = untrusted if isinstance(error, CheckpointUntrustedError) else ""
+        print(f"mm5d: error: {one_line(str(error))}{hint}", file=sys.stderr)
         return 2
-    return 0
+
+
+def _train(arguments: Sequence[str]) -> None:
+    from lightning_mm5d.tools.cli.training import train  # imports torch
+
+    train(arguments)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from lightning_mm5d.tools.cli.terminal import check_writable
+
+    if arguments.out is not None and not arguments.links:
+        raise ConfigError("--out", str(arguments.out), "It is the file of the links", "Add --links")
+    check_writable("--out", arguments.out)
+    if arguments.links:
+        from lightning_mm5d.tools.cli.cluster_file import measure_links  # imports torch
+
+        return measure_links(arguments.out)
+    from lightning_mm5d.tools.cli.doctor import doctor
+
+    return doctor()
+
+
+def _convert(file: Path, out: Path | None) -> None:
+    """Print a configuration of another system as YAML, or write it to `out` and print what became of each knob."""
+    from lightning_mm5d.config.modality import as_modalities
+    from lightning_mm5d.schedule import check_fields
+    from lightning_mm5d.tools.cli.terminal import warn, write
+    from lightning_mm5d.tools.convert.conversion import as_lines, as_yaml, read_configuration
+
+    conversion = read_configuration(file)
+    check_fields({**conversion.strategy, "modalities": as_modalities(conversion.strategy["modalities"])})
+    warn(f"{one.name}={one.got!r} has no equal. {one.about}" for one in conversion.of("results"))
+    if out is None:
+        print(as_yaml(conversion), end="")
+        return
+    write("--out", out, as_yaml(conversion))
+    print("\n".join(as_lines(conversion)))
 
 
 def _run_configured(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from lightning_mm5d.config.errors import ConfigError
-    from lightning_mm5d.tools.cli.configuration import prepare
-    from lightning_mm5d.tools.cli.model_names import configuration_file, read_fields
+    from lightning_mm5d.tools.cli.configuration import configuration_file, prepare, read_fields
 
     if arguments.command == "inspect" and arguments.model is not None and not arguments.configs:
         if (file := configuration_file(arguments.model)) is not None:
@@ -119,50 +145,57 @@ def _run_configured(arguments: argparse.Namespace, overrides: Sequence[str]) -> 
         fix = "Name one" + ", or a model: --model NAME" * (arguments.command == "inspect")
         raise ConfigError("CONFIG", None, "It names the YAML file of a LightningCLI", fix)
     source = prepare(arguments.configs, arguments.script, overrides, sizes_will_do=arguments.command == "simulate")
-    from lightning_mm5d.tools.cli import cluster_plan, commands, dry_runs  # imports torch
+    from lightning_mm5d.tools.cli import cluster_plan, commands  # imports torch
 
     run = {
         "inspect": commands.inspect,
         "simulate": commands.simulate,
         "plan": cluster_plan.plan,
-        "dryrun": dry_runs.dryrun,
+        "dryrun": commands.dryrun,
     }
     run[arguments.command](arguments, source)
 
 
-def _train(arguments: Sequence[str]) -> None:
-    from lightning_mm5d.tools.cli.training import train  # imports torch
+def _run_on_checkpoint(arguments: argparse.Namespace) -> None:
+    if not arguments.checkpoint.exists():  # before torch is imported
+        got = str(arguments.checkpoint)
+        raise ConfigError("CHECKPOINT", got, "There is no such file or folder", "Name a checkpoint")
+    from lightning_mm5d.tools.cli.terminal import show
 
-    train(arguments)
+    if arguments.command == "export":
+        _export(arguments)
+        return
+    from lightning_mm5d.export.summary import summary
 
-
-def _convert(arguments: argparse.Namespace) -> None:
-    from lightning_mm5d.tools.cli.conversions import convert
-
-    convert(arguments.file, arguments.out)
-
-
-def _run_on_checkpoint(arguments: argparse.Namespace) -> int:
-    from lightning_mm5d.config.errors import CheckpointCorruptError, CheckpointUntrustedError, ConfigError
-
-    path = arguments.checkpoint if arguments.command == "export" else arguments.path
-    try:
-        if not path.exists():  # before torch is imported
-            raise ConfigError("CHECKPOINT", str(path), "There is no such file or folder", "Name a checkpoint")
-        from lightning_mm5d.tools.cli import checkpoint_commands  # imports torch
-
-        {"export": checkpoint_commands.export_checkpoint, "checkpoint": checkpoint_commands.show_checkpoint}[
-            arguments.command
-        ](arguments)
-    except (ConfigError, CheckpointCorruptError, CheckpointUntrustedError, OSError) as error:
-        hint = " Here that is --unsafe." if isinstance(error, CheckpointUntrustedError) else ""
-        print(f"mm5d: error: {' '.join(str(error).split())}{hint}", file=sys.stderr)
-        return 2
-    return 0
+    show(summary(arguments.checkpoint, verify=arguments.verify, weights_only=not arguments.unsafe))
 
 
-def _parser() -> argparse.ArgumentParser:
-    """A subparser for each command."""
+def _export(arguments: argparse.Namespace) -> None:
+    """Write a checkpoint in another format, and print the files."""
+    from transformers.utils import logging
+
+    from lightning_mm5d.config.tables import Table
+    from lightning_mm5d.export.exported import export
+    from lightning_mm5d.export.summary import human
+    from lightning_mm5d.tools.cli.terminal import show, warn
+
+    logging.set_verbosity_error()  # it would print whole configurations where a user's environment asks for more
+    done = export(
+        arguments.checkpoint,
+        arguments.folder,
+        format=arguments.format,
+        module=arguments.module,
+        config=arguments.config,
+        max_shard_size=arguments.max_shard_size,
+        dtype=arguments.dtype,
+        weights_only=not arguments.unsafe,
+    )
+    show([f"{done.name} is in {done.path}", Table.of(("file", "size"), [(k, human(v)) for k, v in done.files.items()])])
+    warn(done.warnings)
+
+
+def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser, and that of each command."""
     parser = argparse.ArgumentParser(
         prog="mm5d",
         allow_abbrev=False,
@@ -172,24 +205,27 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
     for name, about in (("fit", "train"), ("validate", "validate"), ("test", "test"), ("predict", "predict")):
         commands.add_parser(name, help=f"{about} what a YAML file says: a LightningCLI; {name} --help has its options")
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("configs", nargs="*", type=Path, metavar="CONFIG", help="YAML files, later ones laid on top")
-    shared.add_argument(
+    configured = argparse.ArgumentParser(add_help=False)
+    configured.add_argument(
+        "configs", nargs="*", type=Path, metavar="CONFIG", help="YAML files, later ones laid on top"
+    )
+    configured.add_argument(
         "--script",
         type=Path,
         help="Python file that makes the LightningCLI, which runs until it does so; needed where CONFIG does not name "
         "the model's class",
     )
+    configured.add_argument("--json", action="store_true", help="print what is found as JSON")
     rest = "Further options override the configuration, for instance --trainer.devices=8."
+
+    def add(name: str, summary: str, about: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, parents=[configured], epilog=rest, help=summary, description=about)
 
     about = (
         "Show which rank holds what; or with --model and without CONFIG, what is found in a model and which degrees "
         "of parallelism would work, without its weights."
     )
-    one = commands.add_parser(
-        "inspect", parents=[shared], epilog=rest, description=about, help="show which rank holds what"
-    )
-    one.add_argument("--json", action="store_true", help="print what is found as JSON")
+    one = add("inspect", "show which rank holds what", about)
     one.add_argument(
         "--model", metavar="NAME", help="import path of a class, config.json of Hugging Face, or a folder with one"
     )
@@ -202,9 +238,7 @@ def _parser() -> argparse.ArgumentParser:
         "without a model, or with nothing but the arguments of the strategy (modalities, num_microbatches, schedule), "
         "is simulated from its sizes."
     )
-    one = commands.add_parser(
-        "simulate", parents=[shared], epilog=rest, description=about, help="show how long ranks would idle"
-    )
+    one = add("simulate", "show how long ranks would idle", about)
     one.add_argument(
         "--cost",
         metavar="NAME=NUMBER,...",
@@ -225,13 +259,12 @@ def _parser() -> argparse.ArgumentParser:
         help="draw the configured schedule: a picture (.png, .svg, .pdf), or a Chrome trace for Perfetto (.json); may "
         "be given several times",
     )
-    one.add_argument("--json", action="store_true", help="print what every schedule would do, rank by rank")
 
     about = (
         "Search sizes, placements, schedules, microbatches, recomputation and ZeRO together, for the shortest step on "
         "a cluster that fits into the memory of its ranks."
     )
-    one = commands.add_parser("plan", parents=[shared], epilog=rest, description=about, help="search a better layout")
+    one = add("plan", "search a better layout", about)
     one.add_argument("--ranks", type=int, metavar="N", help="number of ranks, instead of those configured")
     one.add_argument(
         "--memory", "--memory-limit", metavar="SIZE", help="most memory of a rank, for instance 80GiB; any where unset"
@@ -264,22 +297,17 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--write", "--out", type=Path, metavar="FILE", help="write the best layout, a file to lay over CONFIG"
     )
-    one.add_argument("--json", action="store_true", help="print what was found as JSON")
 
     about = (
         "Run one rank's real code in this process: setup, plan, groups, layers, two training steps and optimizers, on "
         "tensors without memory. Other ranks are answered for. Shows memory, messages and time on the host."
     )
-    one = commands.add_parser(
-        "dryrun", parents=[shared], epilog=rest, description=about, help="run one rank of a cluster without the cluster"
-    )
+    one = add("dryrun", "run one rank of a cluster without the cluster", about)
     one.add_argument(
         "--world", type=int, metavar="N", help="number of ranks, eight on each node, instead of those configured"
     )
     one.add_argument("--rank", type=int, default=0, metavar="R", help="which rank (0)")
     one.add_argument("--all", action="store_true", help="one rank of each class of ranks with equal work")
-    one.add_argument("--json", action="store_true", help="print what is found as JSON")
-    one.set_defaults(command="dryrun")
 
     _add_checkpoint_commands(commands)
 
@@ -301,7 +329,7 @@ def _parser() -> argparse.ArgumentParser:
         "alone, and print the file of a cluster for mm5d plan --cluster",
     )
     one.add_argument("--out", type=Path, metavar="FILE", help="with --links: write the file there, too")
-    return parser
+    return parser, commands.choices
 
 
 def _add_checkpoint_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -343,19 +371,18 @@ def _add_checkpoint_commands(commands: argparse._SubParsersAction[argparse.Argum
     actions = group.add_subparsers(metavar="ACTION", required=True)
     about = "Show a checkpoint's step, layout, files and models."
     one = actions.add_parser("show", parents=[shared], description=about, help="print what a checkpoint holds")
-    one.add_argument("path", type=Path, metavar="CHECKPOINT", help="file or folder")
+    one.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="file or folder")
     one.add_argument("--verify", action="store_true", help="read all of it, and compare it with its checksums")
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split(argv: Sequence[str], parsers: Mapping[str, argparse.ArgumentParser]) -> tuple[list[str], list[str]]:
     """Arguments of this command, and those that override the configuration, each with its value."""
-    if next(iter(argv), "") not in _CONFIGURED:
+    if next(iter(argv), "") not in _CONFIGURED or _names_model_alone(argv):
         return list(argv), []
-    if _names_model_alone(argv):
-        return list(argv), []
+    known = private(parsers[argv[0]], "_option_string_actions").keys() - _OF_A_MODEL
     own, overrides, rest = [], [], iter(argv)
     for argument in rest:
-        if not argument.startswith("--") or argument.split("=")[0] in _OPTIONS + _SEARCH_OPTIONS:
+        if not argument.startswith("--") or argument.split("=")[0] in known:
             own.append(argument)
         else:
             overrides += [argument] if "=" in argument else [argument, *islice(rest, 1)]

@@ -1,9 +1,7 @@
 """What ``mm5d inspect --model`` finds in a model: its modalities, what degrees of parallelism would do, and why not.
 
 Every degree is tried on its own by the checks of a run, with all that they refuse. Nothing is computed, and the module
-may be on the meta device.
-
-What ``mm5d inspect --model`` prints: findings in a model, and a layout of it.
+may be on the meta device. Where a layout is named, it is shown too.
 """
 
 from __future__ import annotations
@@ -13,8 +11,9 @@ import logging
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import nn
@@ -31,14 +30,15 @@ from lightning_mm5d.tools.cli.configuration import prepare
 from lightning_mm5d.tools.cli.job import load, needed_ranks, settle
 from lightning_mm5d.tools.cli.named_model import named_model
 from lightning_mm5d.tools.cli.terminal import show
-from lightning_mm5d.tools.planner.inspect import as_json, holdings, report
+from lightning_mm5d.tools.planner.inspect import as_json, holdings, parameters_of, report
 
 _LOSS = "language"
 """Name of the modality that owns what no other does, where there are several."""
 _SHARDED = ("column", "row", "experts")
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """A modality of the model: what it owns, where it is cut off, its layers and their class, and its parameters."""
 
     modality: str
@@ -51,7 +51,8 @@ class Part(NamedTuple):
     trainable: int
 
 
-class Try(NamedTuple):
+@dataclass(frozen=True)
+class Try:
     """A degree of parallelism of one modality: whether it works, and how, or why not."""
 
     modality: str
@@ -60,7 +61,8 @@ class Try(NamedTuple):
     text: str
 
 
-class Findings(NamedTuple):
+@dataclass(frozen=True)
+class Findings:
     """All that is found.
 
     Attributes:
@@ -76,14 +78,6 @@ class Findings(NamedTuple):
     bytes: int
     parts: list[Part]
     tries: list[Try]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {
-            **self._asdict(),
-            "parts": [one._asdict() for one in self.parts],
-            "tries": [one._asdict() for one in self.tries],
-        }
 
     def page(self) -> Page:
         """Return what is printed."""
@@ -122,7 +116,7 @@ def findings(module: pl.LightningModule, *, tp_size: int = 2, pp_size: int = 2) 
     for name in names:
         layers, encoder = found.layers[name], found.encoders.get(name)
         one = module.get_submodule(layers) if layers else None
-        held = _held(module, whole, name)
+        held = parameters_of(module, whole, [cut.name for cut in whole.partition.stages[name]]).values()
         parts.append(
             Part(
                 name,
@@ -154,13 +148,6 @@ def _planned(module: pl.LightningModule, modalities: Mapping[str, Modality]) -> 
     strategy = MultimodalStrategy(dict(modalities), num_microbatches=2)
     settle(strategy, needed_ranks(modalities), 1)
     return strategy.validate(module)
-
-
-def _held(module: nn.Module, plan: Plan, name: str) -> list[nn.Parameter]:
-    stages = {cut.name for cut in plan.partition.stages[name]}
-    named = module.named_parameters(remove_duplicate=False)
-    held = {id(p): p for key, p in named if stages.intersection(plan.partition.owners[key])}
-    return list(held.values())
 
 
 def _tried(module: pl.LightningModule, plain: Mapping[str, Modality], name: str, setting: dict[str, Any]) -> Try:
@@ -209,7 +196,7 @@ def inspect_model(arguments: Namespace) -> None:
     job = None if arguments.config is None else load(prepare([arguments.config], None, (), sizes_will_do=True))
     module = named_model(arguments.model)
     found = findings(module, tp_size=arguments.tp, pp_size=arguments.pp)
-    page, said = found.page(), found.as_json()
+    page, said = found.page(), asdict(found)
     if job is not None:
         plan = job.strategy.validate(module)
         name = name_of(job.strategy.schedule)

@@ -22,7 +22,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.tools.cli.model_names import FIELD, FIX, configuration_file, read_fields
+from lightning_mm5d.tools.cli.configuration import FIELD, FIX, configuration_file, read_fields
+from lightning_mm5d.tools.cli.terminal import reason
 from lightning_mm5d.trainer.construction import configured, made_construction
 from lightning_mm5d.trainer.other_package import check_package
 
@@ -75,7 +76,7 @@ def _of_configuration(path: Path) -> nn.Module:
         rule = f"transformers {transformers.__version__} has no model_type {kind!r}{code}"
         raise ConfigError(FIELD, str(path), rule, f"{fix} give the import path of your own class") from error
     except Exception as error:  # checks of transformers' own, of many kinds
-        raise ConfigError(FIELD, str(path), f"transformers refuses it: {_line(error)}", "Correct it there") from error
+        raise ConfigError(FIELD, str(path), f"transformers refuses it: {reason(error)}", "Correct it there") from error
     return _built(str(path), lambda: _of_config(config, str(path)))
 
 
@@ -96,7 +97,7 @@ def _of_class(name: str) -> nn.Module:
     try:
         module = importlib.import_module(owner)
     except Exception as error:  # the user's code
-        raise ConfigError(FIELD, name, f"{owner} cannot be imported: {_line(error)}", FIX) from error
+        raise ConfigError(FIELD, name, f"{owner} cannot be imported: {reason(error)}", FIX) from error
     cls = getattr(module, last, None)
     if cls is None:
         near = difflib.get_close_matches(last, dir(module), n=1)
@@ -135,9 +136,5 @@ def _built(name: str, make: Callable[[], nn.Module]) -> nn.Module:
             with made_construction().without_memory():
                 return make()
         except Exception as error:
-            rule = f"It cannot be built without its weights: {_line(error)}"
+            rule = f"It cannot be built without its weights: {reason(error)}"
             raise ConfigError(FIELD, name, rule, "Correct its configuration or its constructor") from error
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300].rstrip(".")

@@ -11,15 +11,15 @@ from __future__ import annotations
 import os
 import textwrap
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
-from lightning_mm5d.tools.convert import colossalai, colossalai_legacy, cornstarch, mindformers
-from lightning_mm5d.tools.convert.knobs import Conversion, Effect, Entry
+from lightning_mm5d.tools.convert import colossalai, cornstarch, mindformers
+from lightning_mm5d.tools.convert.knobs import Conversion, Effect, Entry, Knob
 from lightning_mm5d.tools.convert.python_source import read_python, refuse_unread
 
 _HEADINGS: tuple[tuple[Effect, str], ...] = (
@@ -76,25 +76,20 @@ def _one_line(text: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
-PLUGINS: dict[str, Callable[[Mapping[str, Any]], Conversion]] = {
-    "HybridParallelPlugin": colossalai.convert_hybrid,
-    "MoeHybridParallelPlugin": colossalai.convert_moe,
-    "MultimodalParallelPlugin": cornstarch.convert_multimodal,
-    "EncodersColocatedMultimodalParallelPlugin": cornstarch.convert_colocated,
-    "HeterogeneousParallelPlugin": cornstarch.convert_unlike,
-    "ModalParallelPlugin": cornstarch.convert_modal,
+PLUGINS: dict[str, tuple[Callable[[Mapping[str, Any]], Conversion], Sequence[Knob]]] = {
+    "HybridParallelPlugin": (colossalai.convert_hybrid, colossalai.KNOBS),
+    "MoeHybridParallelPlugin": (colossalai.convert_moe, colossalai.MOE_KNOBS),
+    "MultimodalParallelPlugin": (cornstarch.convert_multimodal, cornstarch.KNOBS),
+    "EncodersColocatedMultimodalParallelPlugin": (cornstarch.convert_colocated, cornstarch.KNOBS),
+    "HeterogeneousParallelPlugin": (cornstarch.convert_unlike, cornstarch.UNLIKE_KNOBS),
+    "ModalParallelPlugin": (cornstarch.convert_modal, cornstarch.MODAL_KNOBS),
 }
-"""Plugins by their class; a file or mapping may name one above its arguments."""
-_ORDER = {
-    "HybridParallelPlugin": colossalai.KNOBS,
-    "MoeHybridParallelPlugin": colossalai.MOE_KNOBS,
-    "MultimodalParallelPlugin": cornstarch.KNOBS,
-    "EncodersColocatedMultimodalParallelPlugin": cornstarch.KNOBS,
-    "HeterogeneousParallelPlugin": cornstarch.UNLIKE_KNOBS,
-    "ModalParallelPlugin": cornstarch.MODAL_KNOBS,
-}
+"""For the class of each plugin what converts its arguments, and their table; a file or mapping may name a class."""
 _MAKERS: dict[str, tuple[str, ...]] = {
-    **{name: tuple(dict.fromkeys(knob.name.partition(".")[0] for knob in table)) for name, table in _ORDER.items()},
+    **{
+        name: tuple(dict.fromkeys(knob.name.partition(".")[0] for knob in table))
+        for name, (_, table) in PLUGINS.items()
+    },
     "GradientCheckpointConfig": ("gradient_checkpointing_ratio",),
     "PipelineGradientCheckpointConfig": ("gradient_checkpointing_ratio", "num_ckpt_layers_per_stage"),
     "PipelineTemplate": ("model_name", "modules_per_stage", "latency", "kstar_latency", "mem_required"),
@@ -182,11 +177,11 @@ def _of_python(text: str, file: str) -> Conversion:
         raise ConfigError("FILE", file, f"It makes several plugins: {lines}", "Leave one of them in a copy of it")
     if whole:
         refuse_unread(whole[0].arguments, "")
-        return PLUGINS[whole[0].name](whole[0].arguments)
-    if colossalai_legacy.is_legacy(names):
+        return PLUGINS[whole[0].name][0](whole[0].arguments)
+    if colossalai.is_legacy(names):
         refuse_unread(names["parallel"], "parallel")
-        return colossalai_legacy.convert_legacy(names)
-    raise colossalai_legacy.missing_parallel(names, file)
+        return colossalai.convert_legacy(names)
+    raise colossalai.missing_parallel(names, file)
 
 
 def _of_mapping(given: Mapping[str, Any], file: str) -> Conversion:
@@ -194,12 +189,12 @@ def _of_mapping(given: Mapping[str, Any], file: str) -> Conversion:
         arguments = given[name]
         if not isinstance(arguments, Mapping):
             raise ConfigError(str(name), arguments, "It maps arguments to values", "Write for instance {tp_size: 2}")
-        return PLUGINS[str(name)](arguments)
+        return PLUGINS[str(name)][0](arguments)
     keys = given.keys()
     if not keys.isdisjoint(("encoder_plugins", "language_model_plugin")):
         return cornstarch.convert_multimodal(given)
-    if colossalai_legacy.is_legacy(given):
-        return colossalai_legacy.convert_legacy(given)
+    if colossalai.is_legacy(given):
+        return colossalai.convert_legacy(given)
     if mindformers.is_mindformers(given):
         return mindformers.convert_mindformers(given)
     if "tp_size" in keys and "pipelines" in keys:

@@ -29,13 +29,16 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.strategy import MultimodalStrategy
-from lightning_mm5d.tools.dryrun.answered_groups import BACKEND, AnsweredGroups, Messages, answered
-from lightning_mm5d.tools.dryrun.answered_payloads import (
+from lightning_mm5d.tools.dryrun.answered import (
+    BACKEND,
+    AnsweredGroups,
     AnsweredTransport,
     Edge,
+    Messages,
     Records,
     Sent,
     UnknownPayloadError,
+    answered,
     recorded,
 )
 from lightning_mm5d.tools.planner.hollow_tensors import HollowTensors

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -33,7 +32,7 @@ from lightning_mm5d.partition.hidden_state import at, hidden_place
 from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.tensor_parallel.resolve import Division
 from lightning_mm5d.tools.planner.hollow_tensors import GROUPED, HollowTensors
-from lightning_mm5d.tools.planner.profile import watched
+from lightning_mm5d.tools.planner.profile import step_arguments, watched
 from lightning_mm5d.trainer.construction import copy_without_memory
 
 Storages = dict[int, int]
@@ -156,11 +155,10 @@ def trace(
     copy = copy_without_memory(module)
     tracer.fill(copy, module)
     copy.train(module.training)
-    indexed = is_param_in_hook_signature(copy.training_step, "batch_idx", min_args=2)
     with kept_random_state(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `self.log` warns without a trainer
         with tracer.tracing(copy), context():
-            result = copy.training_step(*((batch, 0) if indexed else (batch,)))
+            result = copy.training_step(*step_arguments(copy, batch))
         loss = result["loss"] if isinstance(result, Mapping) else result
         if isinstance(loss, Tensor) and loss.requires_grad:
             tracer.backward(loss)
@@ -394,12 +392,11 @@ class _Tracer:
             is_causal = len(args) > 4 and args[4] is True
             work.attention += 2 * pairs * (query.shape[-1] + value.shape[-1]) * share * (0.5 if is_causal else 1.0)
             work.keys += (key.numel() + value.numel()) * key.element_size() * share
-        elif packet in flop_registry:
-            flops = flop_registry[packet](*args, out_val=made[0] if len(made) == 1 else made) * share
-            work.flops += flops
-            work.trained += flops * trains
-        elif func is GROUPED:
-            flops = 2 * given[0].numel() * made[0].shape[-1] * share
+        elif packet in flop_registry or func is GROUPED:
+            if func is GROUPED:
+                flops = 2 * given[0].numel() * made[0].shape[-1] * share
+            else:
+                flops = flop_registry[packet](*args, out_val=made[0] if len(made) == 1 else made) * share
             work.flops += flops
             work.trained += flops * trains
         elif fresh:

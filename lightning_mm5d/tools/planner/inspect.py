@@ -2,23 +2,32 @@
 
 A layout is easier to correct on paper than on a cluster. Everything is counted from the plan that a run executes, and
 from a module that may be on the meta device.
+
+Tables of estimated memory have a row per rank, and a row per option with what the busiest rank would need.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from lightning_mm5d.config.checks import check_memory
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.features import check_features
+from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.config.tables import Page, Table, memory_text, spans
+from lightning_mm5d.features.unlike_pipelines.pipelines import check_pipelines
 from lightning_mm5d.layout.layout import Layout, Place
 from lightning_mm5d.partition import StageCut
+from lightning_mm5d.partition.costs import kept_of
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
-from lightning_mm5d.tools.planner.rank_memory import RankMemory
+from lightning_mm5d.tools.planner.rank_memory import RankMemory, Step, memory_of
 
 
 class Holding(NamedTuple):
@@ -48,7 +57,7 @@ def holdings(plan: Plan, module: nn.Module) -> list[Holding]:
         cuts = plan.topology.cuts_at(place.modality, place.pp, place.dp)
         key = tuple(cut.name for cut in cuts), place.tp, place.rank if plan.experts else None
         if key not in known:  # of replicas that hold the same, one is counted
-            held = _parameters(module, plan, key[0])
+            held = parameters_of(module, plan, key[0])
             layers = tuple(layer for cut in cuts for layer in _layers(plan, cut))
             counts = {name: _elements(plan, shards, name, p, place) for name, p in held.items()}
             size = sum(counts[name] * plan.held_dtype(p).itemsize for name, p in held.items())
@@ -150,7 +159,7 @@ def _experts(plan: Plan) -> Iterable[tuple[str, str]]:
 def _stages(plan: Plan, module: nn.Module) -> Table:
     rows = []
     for stage, members in plan.topology.members.items():
-        held = _parameters(module, plan, members)
+        held = parameters_of(module, plan, members)
         targets = [_title(plan, target) for source, target in plan.topology.edges if source == stage]
         total, trained = (sum(p.numel() for p in held.values() if p.requires_grad >= flag) for flag in (False, True))
         rows.append(
@@ -169,8 +178,8 @@ def _places(plan: Plan, module: nn.Module) -> Table:
     return Table.of((*Place._fields, "layers", "parameters", "bytes"), rows)
 
 
-def _parameters(module: nn.Module, plan: Plan, stages: Iterable[str]) -> dict[str, nn.Parameter]:
-    """The distinct parameters that stages of the partition use, each under one of its names."""
+def parameters_of(module: nn.Module, plan: Plan, stages: Iterable[str]) -> dict[str, nn.Parameter]:
+    """Return the distinct parameters that stages of the partition use, each under one of its names."""
     wanted = set(stages)
     every = module.named_parameters(remove_duplicate=False)
     used = {name: p for name, p in every if wanted.intersection(plan.partition.owners[name])}
@@ -193,3 +202,84 @@ def _layers(plan: Plan, cut: StageCut) -> tuple[str, ...]:
 
 def _title(plan: Plan, stage: StageKey) -> str:
     return "+".join(plan.topology.members[stage])
+
+
+def changed(plan: Plan, modalities: Mapping[str, Modality]) -> Plan:
+    """Return the plan with other options of memory in its modalities, whose layers stay where they are.
+
+    Raises:
+        ConfigError: a modality has no layers that could run again.
+    """
+    partition = plan.partition
+    sizes = {name: [cut.last - cut.first for cut in cuts] for name, cuts in partition.stages.items()}
+    kept = {name: kept_of(name, modality, sizes[name]) for name, modality in modalities.items()}
+    partition = replace(partition, kept={name: one for name, one in kept.items() if one})
+    return replace(plan, modalities=modalities, partition=partition)
+
+
+_UNKNOWN = "?"
+
+
+def memory_table(memory: Sequence[RankMemory]) -> Table:
+    """Return a row per rank; ranks in a row that need the same share one."""
+    runs: list[list[RankMemory]] = []
+    for one in memory:
+        if runs and one[1:] == runs[-1][0][1:]:
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    rows = []
+    for first, *others in runs:
+        ranks = f"{first.rank}-{others[-1].rank}" if others else str(first.rank)
+        rows.append((ranks, *(_UNKNOWN if size is None else memory_text(size) for size in first[1:])))
+    return Table.of(
+        ("rank", "parameters", "gradients", "optimizer", "activations", "buffers", "peak", "on the host"), rows
+    )
+
+
+def options_table(plan: Plan, step: Step) -> Table:
+    """Return what the rank that needs most would need with each option, and without each one that is configured."""
+    rows = [("as configured", *_most(plan, step))]
+    for name, modalities in _variants(plan):
+        try:
+            for modality, changes in modalities.items():
+                check_memory(f"modalities.{modality}", changes)
+            check_pipelines(modalities, "1f1b")
+            check_features({"modalities": modalities})
+            rows.append((name, *_most(changed(plan, modalities), step)))
+        except ConfigError:  # it does not go with what is configured
+            continue
+    return Table.of(("all modalities", "largest peak", "on the host"), rows)
+
+
+def _most(plan: Plan, step: Step) -> tuple[str, str]:
+    memory = memory_of(plan, step)
+    return memory_text(max(one.peak for one in memory)), memory_text(max(one.host for one in memory))
+
+
+def _variants(plan: Plan) -> Iterator[tuple[str, Mapping[str, Modality]]]:
+    """Names of options, and the modalities with them."""
+    now = plan.modalities
+    shares = any(plan.layout.sizes(name).dp * plan.layout.sizes(name).cp > 1 for name in now)
+    changes: list[tuple[str, dict[str, object]]] = []
+    if shares:
+        changes += [
+            (f"zero_stage: {stage}", {"zero_stage": stage, "dp_shard_size": None, "reshard_after_forward": False})
+            for stage in (0, 1, 2, 3)
+        ]
+        changes.append(("zero_stage: 3, reshard_after_forward", {"zero_stage": 3, "reshard_after_forward": True}))
+    changes += [(f"activation_checkpointing: {kind}", {"activation_checkpointing": kind}) for kind in _KINDS]
+    changes.append(("offload: nothing", {"offload": None}))
+    changes += [(f"offload: {kind}", {"offload": [kind]}) for kind in ("activations", "optimizer", "parameters")]
+    for name, fields in changes:
+        others = {
+            key: replace(modality, **fields)  # type: ignore[arg-type]
+            if plan.partition.parts[key].paths or "activation_checkpointing" not in fields
+            else modality
+            for key, modality in now.items()
+        }
+        if others != dict(now):
+            yield name, others
+
+
+_KINDS = ("none", "selective", "full")

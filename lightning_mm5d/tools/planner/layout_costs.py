@@ -8,25 +8,99 @@ A forward has the sums of tensor parallel ranks, the gather of keys and values o
 `cp_mode` but ``items``) and the exchanges of experts; so has its backward. Messages between stages take their time in
 the simulated step. Gradients are summed while the last backward runs, and rows of parameters are gathered before the
 step or after it, as the engine does. The update itself, and the embedding's and the head's sums, take no time.
+
+A message of n bytes takes ``alpha + n * beta`` seconds: alpha is the latency of a link, beta one over its bandwidth.
+There are two classes of links, inside a node and between nodes; a group that spans nodes goes at the pace of the
+latter. Collectives are rings of p ranks, and pairwise for all-to-all (R. Thakur, R. Rabenseifner, W. Gropp,
+*Optimization of Collective Communication Operations in MPICH*, IJHPCA 19, 2005). A group of one rank takes no time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.partition import StageCut
 from lightning_mm5d.partition.costs import Unit, costed
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule, simulate
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.tools.planner.activation_trace import Storages, Trace, UnitUse, Work
-from lightning_mm5d.tools.planner.links import Cluster
-from lightning_mm5d.tools.planner.rank_memory import Step
+from lightning_mm5d.tools.planner.rank_memory import Step, span_of
+
+
+@dataclass(frozen=True)
+class Link:
+    """One class of links.
+
+    Attributes:
+        latency: seconds of an empty message, alpha.
+        bandwidth: bytes per second of one rank while all ranks of its node send.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def message(self, size: float) -> float:
+        """Return the seconds of a message of `size` bytes from one rank to another."""
+        return self.latency + size / self.bandwidth
+
+    def all_gather(self, ranks: int, size: float) -> float:
+        """Return the seconds until each of `ranks` has all `size` bytes, of which each had an equal part.
+
+        A reduce-scatter of `size` bytes on each rank takes as long, and so does an all-to-all of which each rank has
+        `size` bytes: ``(p - 1) * alpha + (p - 1) / p * n * beta``.
+        """
+        return (ranks - 1) * (self.latency + size / ranks / self.bandwidth)
+
+    reduce_scatter = all_to_all = all_gather
+
+    def all_reduce(self, ranks: int, size: float) -> float:
+        """Return the seconds of a sum of `size` bytes over `ranks`: a reduce-scatter and an all-gather."""
+        return self.reduce_scatter(ranks, size) + self.all_gather(ranks, size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Ranks, their devices and links.
+
+    Attributes:
+        nodes: number of nodes.
+        ranks: of each node.
+        memory: bytes of each rank.
+        inside: links within a node.
+        between: links between nodes.
+        flops: floating-point operations per second of a device.
+        efficiency: part of them that matrix products reach, above 0 and at most 1.
+        memory_bandwidth: bytes per second that a device reads or writes.
+    """
+
+    nodes: int
+    ranks: int
+    memory: int
+    inside: Link = Link(5e-6, 300e9)
+    between: Link = Link(1e-5, 25e9)
+    flops: float = 400e12
+    efficiency: float = 1.0
+    memory_bandwidth: float = 2e12
+
+    @property
+    def size(self) -> int:
+        """Number of all ranks."""
+        return self.nodes * self.ranks
+
+    def link(self, ranks: Collection[int]) -> Link:
+        """Return the links of a group: those inside a node where all of its ranks are on one."""
+        return self.inside if len({rank // self.ranks for rank in ranks}) < 2 else self.between
+
+    def seconds(self, flops: float, moved: float) -> float:
+        """Return how long a device computes: products by its flops, all else by the bytes that it reads and writes."""
+        return flops / (self.flops * self.efficiency) + moved / self.memory_bandwidth
+
 
 _ATTENTION_BACKWARD = 2.5  # products of a fused attention's backward over those of its forward: 5 of 2
 _LEAST = 1e-15  # seconds of a unit
@@ -42,11 +116,6 @@ class StepTime(NamedTuple):
 
     seconds: float
     bubble: float
-
-
-def span_of(cut: StageCut, cuts: Sequence[StageCut]) -> slice:
-    """Return where the units of a stage are in the row of its modality, of which unit 0 runs before the first layer."""
-    return slice(cut.first + (cut.index > 0), None if cut is cuts[-1] else cut.last + 1)
 
 
 @dataclass(frozen=True)
@@ -177,11 +246,11 @@ class LayoutCosts:
         names = {name for key in plan.topology.stages_of(rank) for name in plan.ownership.parameters[key]}
         for name in names - plan.tied:
             parameter, shard = self.step.parameters[name], shards.of(name, rank)
-            count = _elements(shards.local_shape(name, rank))
+            count = math.prod(shards.local_shape(name, rank))
             size, own = count * plan.held_dtype(parameter).itemsize, count
             ranks = plan.ownership.ranks_by_shard(name)[0]
             if shard is not None:
-                own = _elements(shard.own_shape(shards.local_shape(name, rank)))
+                own = math.prod(shard.own_shape(shards.local_shape(name, rank)))
                 ranks = shard.across
                 if not shard.of_experts:
                     scattered[shard.block] = scattered.get(shard.block, 0.0) + size * (name in self.step.trained)
@@ -214,13 +283,6 @@ class LayoutCosts:
             within = self.cluster.link(receivers[:tp]).all_gather(tp, size) if parts > 1 else 0.0
             known[frozenset((source, target))] = link.message(size / parts) + within
         return lambda source, target: known[frozenset((source, target))]
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
 
 
 def _on_ranks(one: float, two: float, ranks: int) -> float:

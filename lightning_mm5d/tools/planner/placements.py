@@ -14,20 +14,29 @@ Bisection over whole numbers finds the smallest bound that all ranks can keep. A
 colocated row fills its own ranks from its first layer on, the owner fills its ranks from its last layer back, and the
 remaining layers are the least load that the shared rank can have. (Bisection for one row: S. H. Bokhari, *Partitioning
 problems in parallel, pipelined, and distributed computing*, 1988.) Callers make sure that every part gets a layer.
+
+The graph of a placement, the stages of one replica with their costs, is built by the code that plans a run. Its costs
+are those of `Unit`s, in which one parameter stands for all trained ones.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
-from lightning_mm5d.config.modality import Modality, Owner
-from lightning_mm5d.partition.costs import balance
+from lightning_mm5d.config.modality import Modality, Owner, PipelineTemplate
+from lightning_mm5d.layout.layout import Layout
+from lightning_mm5d.partition import Encoder, Partition, Parts, StageCut
+from lightning_mm5d.partition.costs import Unit, balance, costed, kept_of
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.schedule import Graph
+from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.tools.planner.rank_memory import span_of
 
 Sums = tuple[int, ...]
 """Prefix sums of a row's costs, from 0: a row of costs 2, 1, 4 is (0, 2, 3, 7)."""
@@ -342,3 +351,91 @@ def _fillings(spans: Sequence[tuple[int, int, int]], total: int) -> Iterator[tup
     for count in range(low, min(high, (total - needed) // width) + 1):
         for further in _fillings(others, total - count * width):
             yield (count, *further)
+
+
+def plain(name: str, row: Sequence[Unit], trainable: frozenset[str]) -> list[Unit]:
+    """Return the units, each with one parameter that stands for all its trained ones, or with none."""
+    trained = [[cost for full, cost in unit.costs.items() if full in trainable] for unit in row]
+    return [
+        replace(unit, costs={f"{name}.{index}": sum(costs)} if costs else {})
+        for index, (unit, costs) in enumerate(zip(row, trained, strict=True))
+    ]
+
+
+def recomputing(
+    rows: Mapping[str, Sequence[Unit]], modalities: Mapping[str, Modality], placement: Placement
+) -> dict[str, Sequence[Unit]]:
+    """Return the units with what recomputation adds to the backwards of `modalities`."""
+    again = {
+        name: costed(rows[name], kept_of(name, modality, placement.sizes[name]))
+        for name, modality in modalities.items()
+        if len(rows[name]) > 2
+    }
+    return {**rows, **again}
+
+
+def layer_costs(row: Sequence[float]) -> list[float]:
+    """Return the costs of the layers; the units before and after them count with the first and the last layer."""
+    first, *layers, last = row
+    if not layers:
+        return [first + last]
+    layers[0] += first
+    layers[-1] += last
+    return layers
+
+
+def configured(modalities: Mapping[str, Modality], placement: Placement, loss_modality: str) -> dict[str, Modality]:
+    """Return the placement as configuration."""
+    found = {}
+    for name, modality in modalities.items():
+        sizes, owner = placement.sizes[name], placement.owners.get(name)
+        if owner is not None and len(sizes) == len(placement.sizes[owner.modality]) == 1:
+            owner = Owner(owner.modality, None)  # equal, and shorter to write
+        found[name] = replace(
+            modality,
+            dp_size=modality.dp_size if name == loss_modality else None,
+            pp_size=len(sizes) if len(sizes) > 1 else None,
+            pipeline_template=PipelineTemplate(stages=list(sizes)) if len(sizes) > 1 else None,
+            pp_chunks=1,
+            colocate_with=None if owner is None else str(owner),
+            cost=None,
+        )
+    return found
+
+
+def replica_graph(
+    rows: Mapping[str, Sequence[Unit]],
+    modalities: Mapping[str, Modality],
+    placement: Placement,
+    loss_modality: str,
+    num_microbatches: int,
+    late: Collection[str],
+) -> Graph:
+    """Return the graph of stages of one replica, built by the code that plans the training.
+
+    Tensor and context parallel ranks of a stage run the same actions, so one rank stands for all of them.
+    """
+    placed = {
+        name: replace(modality, dp_size=None, dp_shard_size=None, tp_size=1, cp_size=1, ep_size=1, expert_tp_size=1)
+        for name, modality in configured(modalities, placement, loss_modality).items()
+    }
+    stages: dict[str, tuple[StageCut, ...]] = {}
+    units: dict[StageKey, tuple[Unit, ...]] = {}
+    for name, sizes in placement.sizes.items():
+        ends = [0, *accumulate(sizes)]
+        stages[name] = tuple(StageCut(name, index, *span) for index, span in enumerate(pairwise(ends)))
+        for cut in stages[name]:
+            units[cut.name] = tuple(rows[name][span_of(cut, stages[name])])
+    partition = Partition(
+        loss_modality=loss_modality,
+        encoders={name: Encoder((), (), used_late=name in late) for name in modalities if name != loss_modality},
+        layers=dict.fromkeys(modalities),
+        parts=dict.fromkeys(modalities, Parts()),
+        stages=stages,
+        owners={key: (stage,) for stage, row in units.items() for unit in row for key in unit.costs},
+        units=units,
+    )
+    num_ranks = sum(modality.own_ranks_per_replica for modality in placed.values())
+    layout = Layout.build(placed, world_size=num_ranks, loss_modality=loss_modality)
+    plan = Plan(layout, partition, placed, dict.fromkeys(partition.owners, 1))
+    return plan.graphs.graph(range(layout.num_replicas), num_microbatches, frozenset(partition.owners))

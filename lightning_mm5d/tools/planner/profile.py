@@ -15,8 +15,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from statistics import median
 from typing import Any
@@ -30,6 +29,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.partition.costs import Unit
 from lightning_mm5d.partition.parts import Parts
 from lightning_mm5d.partition.step_uses import Encoder, Found
+from lightning_mm5d.sharded.removable import put
 
 
 @contextmanager
@@ -44,46 +44,40 @@ def watched(
         parts: of each modality by name; the key of a part is the name and its index.
         call: is given the original function.
     """
-    replaced: list[tuple[nn.Module, str, Any]] = []
-
-    def put(owner: nn.Module, method: str, key: Any) -> None:
-        had, original = vars(owner).get(method), getattr(owner, method)
-        vars(owner)[method] = partial(call, key, original)
-        replaced.append((owner, method, had))
-
-    for name, encoder in encoders.items():
-        for boundary in encoder.boundaries:
-            put(root.get_submodule(boundary.path), boundary.method, name)
-    for name, several in parts.items():
-        for index, path in enumerate(several.paths):
-            put(root.get_submodule(path), "forward", (name, index))
-    try:
+    places: list[tuple[nn.Module, str, Any]] = [
+        (root.get_submodule(boundary.path), boundary.method, name)
+        for name, encoder in encoders.items()
+        for boundary in encoder.boundaries
+    ]
+    places += [
+        (root.get_submodule(path), "forward", (name, index))
+        for name, several in parts.items()
+        for index, path in enumerate(several.paths)
+    ]
+    with ExitStack() as undo:
+        for owner, method, key in places:
+            undo.callback(put(owner, method, partial(call, key, getattr(owner, method))))
         yield
-    finally:
-        for owner, method, had in reversed(replaced):
-            if had is None:
-                vars(owner).pop(method)
-            else:
-                vars(owner)[method] = had
+
+
+def step_arguments(module: LightningModule, batch: Any) -> tuple[Any, ...]:
+    """Return what the module's `training_step` takes for its first batch."""
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    return (batch, 0) if takes_index else (batch,)
 
 
 _WARMUP, _RUNS = 1, 5
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Seconds that the forward of each unit took, for each run, modality and unit."""
-
-    runs: tuple[Mapping[str, Sequence[float]], ...]
-
-    @property
-    def medians(self) -> dict[str, list[float]]:
-        """Seconds of each unit's forward, the median of the runs."""
-        return {name: list(map(median, zip(*(run[name] for run in self.runs), strict=True))) for name in self.runs[0]}
+def medians(runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Return for each modality the seconds of each unit's forward, the median of the runs."""
+    return {name: list(map(median, zip(*(run[name] for run in runs), strict=True))) for name in runs[0]}
 
 
-def measure(module: LightningModule, batch: Any, found: Found, rows: Mapping[str, Sequence[Unit]]) -> Measured:
-    """Run the step of the module a few times and measure the forward of each unit.
+def measure(
+    module: LightningModule, batch: Any, found: Found, rows: Mapping[str, Sequence[Unit]]
+) -> dict[str, list[float]]:
+    """Run the step of the module a few times; return the seconds of the forward of each unit, by modality.
 
     The units before and after the layers of a modality are measured together, and get shares of that time by their
     estimates.
@@ -99,8 +93,7 @@ def measure(module: LightningModule, batch: Any, found: Found, rows: Mapping[str
     """
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     clock = _Clock(device)
-    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    arguments = (batch, 0) if takes_index else (batch,)
+    arguments = step_arguments(module, batch)
     runs: list[dict[Any, float]] = []
     with watched(module, found.encoders, found.parts, clock.time), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `self.log` warns without a trainer
@@ -108,7 +101,7 @@ def measure(module: LightningModule, batch: Any, found: Found, rows: Mapping[str
             clock.spent = {}
             clock.time("step", module.training_step, *arguments)
             runs.append(clock.spent)
-    return Measured(tuple({name: _row(name, row, found, run) for name, row in rows.items()} for run in runs[_WARMUP:]))
+    return medians([{name: _row(name, row, found, run) for name, row in rows.items()} for run in runs[_WARMUP:]])
 
 
 def _row(name: str, row: Sequence[Unit], found: Found, spent: Mapping[Any, float]) -> list[float]:

@@ -335,11 +335,10 @@ class _Estimate:
         away: list[bool] = []
         counted: set[int] = set()  # one that several units use gets its gradient in the backward of the first of them
         for member in order:
-            cut, units = cuts[member], plan.partition.units[member]
-            uses = _uses(step.trace, cut, plan.partition.stages[member.modality]) or [UnitUse()] * len(units)
+            units, span = plan.partition.units[member], span_of(cuts[member], plan.partition.stages[member.modality])
+            uses = [UnitUse()] * len(units) if step.trace is None else step.trace.units[member.modality][span]
             layers = plan.partition.kept.get(member.modality, ())
-            first = cut.first + (cut.index > 0)
-            for number, (unit, use) in enumerate(zip(units, uses, strict=True), first):
+            for number, (unit, use) in enumerate(zip(units, uses, strict=True), span.start):
                 operations = layers[number - 1] if 0 < number <= len(layers) else None
                 kept.append(_storages(use, operations))
                 again = 0 if operations is None else sum(use.saved.values())
@@ -405,11 +404,9 @@ def _update(trained: Sequence[_Held]) -> int:
     return max([together, *(one.working for one in found if not one.together)], default=0)
 
 
-def _uses(trace: Trace | None, cut: StageCut, cuts: Sequence[StageCut]) -> Sequence[UnitUse]:
-    if trace is None:
-        return []
-    row = trace.units[cut.modality]
-    return row[cut.first + (cut.index > 0) : None if cut is cuts[-1] else cut.last + 1]
+def span_of(cut: StageCut, cuts: Sequence[StageCut]) -> slice:
+    """Return where the units of a stage are in the row of its modality, of which unit 0 runs before the first layer."""
+    return slice(cut.first + (cut.index > 0), None if cut is cuts[-1] else cut.last + 1)
 
 
 def _storages(use: UnitUse, operations: Kept) -> Storages:

@@ -7,7 +7,7 @@ and against the checks of the strategy, so that none is proposed that a run refu
 
 A step has the same samples in all layouts. `tp_size` stays within a node. Encoders have the replicas of the loss
 modality, or share ranks; their `cp_size` is 1 or that of the loss modality. What a modality says of ZeRO, recomputation
-and paths stays.
+and paths stays. Modalities after the language model and replicas that are unlike are refused.
 """
 
 from __future__ import annotations
@@ -15,23 +15,27 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import islice, product
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.config.modality import Modality, PipelineTemplate, decoders_of
 from lightning_mm5d.config.tables import memory_text
 from lightning_mm5d.features.auto_schedule.schedules import lower_bound
+from lightning_mm5d.features.shared_experts.experts import find_experts
+from lightning_mm5d.layout.layout import Layout
+from lightning_mm5d.partition import partition
 from lightning_mm5d.partition.costs import costed, kept_of, step_costs
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.tools.planner.layout_costs import LayoutCosts, StepTime
-from lightning_mm5d.tools.planner.links import Link
-from lightning_mm5d.tools.planner.placed_graphs import configured, layer_costs, plain, recomputing, replica_graph
-from lightning_mm5d.tools.planner.placements import Space
+from lightning_mm5d.tensor_parallel.division import divide
+from lightning_mm5d.tensor_parallel.resolve import Division
+from lightning_mm5d.tools.planner.layout_costs import LayoutCosts, Link, StepTime
+from lightning_mm5d.tools.planner.placements import Space, configured, layer_costs, plain, recomputing, replica_graph
 from lightning_mm5d.tools.planner.rank_memory import RankMemory, memory_of
 
 _SHOWN = 5
@@ -173,16 +177,20 @@ class LayoutSearch:
 
     def refusal(self) -> ConfigError:
         """Return the error where no layout fits, with the smallest need of the layouts that seem smallest."""
-        limit, self.memory = self.memory, sys.maxsize
+        limit, self.memory, reason = self.memory, sys.maxsize, ""
         for choice in sorted(self._choices(), key=self._least)[:3]:
             for _, candidate in islice(self._placed(choice), 4):
-                with suppress(ConfigError):
+                try:
                     self.judged(candidate)
-        rule, fix = "No layout of these ranks can run", "Take another number of ranks"
-        if self.least is not None:
-            size, one = self.least
-            rule = f"Of the layouts that were tried the smallest needs {memory_text(size)} ({words(one)})"
-            fix = f"Allow {memory_text(size)}; more ranks, shorter samples or offload: [optimizer] bring it down"
+                except ConfigError as error:
+                    reason = f", for instance {words(candidate)}: {error.rule}"
+        if self.least is None:
+            rule = f"No layout of these ranks can run{reason}"
+            return ConfigError("--ranks", self.plan.layout.size, rule, "Take another number of ranks, or of samples")
+        size, one = self.least
+        rule = f"Of the layouts that were tried the smallest needs {memory_text(size)} ({words(one)})"
+        room = memory_text(size + size // 10)
+        fix = f"Allow {room}; more ranks, shorter samples or offload: [optimizer] bring it down"
         return ConfigError("--memory", memory_text(limit), rule, fix)
 
     # --- sizes ---
@@ -381,3 +389,70 @@ def words(candidate: Candidate) -> str:
         said += [f"with {one.colocate_with}"] * (one.colocate_with is not None)
         parts.append(f"{name}: {' '.join(said) or 'unsplit'}")
     return f"{', '.join(parts)}; {candidate.schedule}, {candidate.microbatches} x {candidate.samples} samples"
+
+
+def check_searched(modalities: Mapping[str, Modality]) -> None:
+    """Refuse modalities that no search lays out.
+
+    Raises:
+        ConfigError: a modality runs after the language model, or replicas are unlike.
+    """
+    if decoders := decoders_of(modalities):
+        rule = f"The search places encoders before one modality, and {', '.join(decoders)} runs after that"
+        raise ConfigError("modalities", list(modalities), rule, "Choose sizes by hand; mm5d simulate compares them")
+    for name, modality in modalities.items():
+        kind = modality.activation_checkpointing
+        stages, replicas = (
+            "It lists stages, and the search chooses their number",
+            "The search lays out replicas that are equal",
+        )
+        refused = {
+            "feeds": (isinstance(modality.feeds, list), stages, "Use 'first' or 'all'"),
+            "activation_checkpointing": ("per_stage" in kind, stages, "Use a fraction, such as {fraction: 0.5}"),
+            "pipelines": (bool(modality.lengths), replicas, "Leave it unset for the search"),
+            "speeds": (modality.speeds is not None, replicas, "Leave it unset for the search"),
+        }
+        for path, (cannot, rule, fix) in refused.items():
+            if cannot:
+                raise ConfigError(f"modalities.{name}.{path}", getattr(modality, path), rule, fix)
+
+
+def plan_maker(plan: Plan, module: nn.Module) -> Callable[[Mapping[str, Modality]], Plan]:
+    """Return what makes the plan of other modalities on the ranks of `plan`; what tensor parallelism makes is kept."""
+    divisions: dict[object, Division] = {}
+
+    def plan_of(modalities: Mapping[str, Modality]) -> Plan:
+        layout = Layout.build(
+            modalities,
+            world_size=plan.layout.size,
+            loss_modality=plan.partition.loss_modality,
+            ranks_per_node=plan.layout.ranks_per_node,
+        )
+        cut = partition(module, modalities)
+        experts = find_experts(module, cut, modalities)
+        key = tuple(
+            (one.tp_mode, one.tp_depth, one.tp_size, one.expert_tp_size, experts != {}) for one in modalities.values()
+        )
+        if key not in divisions:
+            names = {path: layer.parameters for path, layer in experts.items()}
+            divisions[key] = divide(module, cut, modalities, names)
+        made = replace(plan, layout=layout, partition=cut, modalities=modalities)
+        return replace(made, division=divisions[key], experts=experts)
+
+    return plan_of
+
+
+def said_of(modality: Modality, instead_of: Modality) -> dict[str, Any]:
+    """Return the fields that are not at their defaults, or were not, as plain values.
+
+    A LightningCLI lays one file over another field by field, so what is no longer set must be said too.
+    """
+    said: dict[str, Any] = {}
+    for each in fields(modality):
+        value, before = getattr(modality, each.name), getattr(instead_of, each.name)
+        if isinstance(value, PipelineTemplate):
+            had_offsets = before is not None and before.offsets is not None
+            said[each.name] = {"stages": value.stages, **({"offsets": None} if had_offsets else {})}
+        elif value != each.default or before != each.default:
+            said[each.name] = value
+    return said

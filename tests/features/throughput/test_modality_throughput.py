@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 
 from features.shared_experts.families import FAMILIES
 from features.throughput.counted_runs import Kept, by_sample, counted, one_process
-from features.toys import PAIR, Run, Samples, Toy, together
+from features.toys import PAIR, Run, Samples, Toy, alone, together
 from lightning_mm5d import Modality, ModalityThroughput
+from lightning_mm5d.config.errors import ConfigError
 from parity.harness import strategy
 from ranks import call_ranks
 from zoo import CASES, apply_freeze
@@ -177,5 +178,14 @@ def test_features_that_are_read_take_no_flops(tmp_path: Any) -> None:
 
 
 def test_a_peak_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="available_flops: got 0"):
-        ModalityThroughput(available_flops=0)
+    for peak in (0, -1.0, float("nan"), float("inf"), "fast", True):
+        with pytest.raises(ConfigError, match=r"available_flops: got .* above 0"):
+            ModalityThroughput(available_flops=peak)  # type: ignore[arg-type]
+
+
+def test_another_strategy_is_refused_when_training_starts() -> None:
+    def fits(run: Run) -> None:
+        run.trainer(callbacks=[ModalityThroughput()]).fit(Toy(), run.loader())
+
+    with pytest.raises(ConfigError, match=r"callbacks: got 'ModalityThroughput'. .* strategy='mm5d'"):
+        alone(fits)

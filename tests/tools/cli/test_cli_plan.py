@@ -81,6 +81,13 @@ def test_a_cluster_of_other_ranks_and_memory_that_nothing_fits_are_refused(plan:
     assert "There are vision, audio, language" in plan.refusal("--cost", "video=1")
     assert "Leave out --cost or --measure" in plan.refusal("--measure", "--cost", "vision=1")
     assert plan.refusal("--write", str(tmp_path / "missing" / "file.yaml")).startswith("--write: got ")
+    assert "It is a folder" in plan.refusal("--write", str(tmp_path))
+
+
+def test_the_memory_that_a_refusal_proposes_is_enough(plan: Plan) -> None:
+    proposed = re.search(r"Allow ([\d.]+ \wiB)", plan.refusal("--ranks", "2", "--memory", "1KiB"))
+    assert proposed is not None
+    assert plan.run("--ranks", "2", "--memory", proposed[1])[0] == 0
 
 
 def timeline(path: Path, stages: dict[str, float], microbatches: int, *, simulated: bool = True) -> str:

@@ -9,7 +9,7 @@ import yaml
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.tools.cli.cluster_file import as_yaml, measure_links, read_cluster
-from lightning_mm5d.tools.planner.links import Cluster, Link
+from lightning_mm5d.tools.planner.layout_costs import Cluster, Link
 
 GOOD = "nodes: 2, ranks: 4, memory: 80GiB"
 LINKS = "links: {inside: {latency: 5e-6, bandwidth: 3e11}}"
@@ -29,6 +29,9 @@ def test_a_file_is_read_with_numbers_as_people_write_them(tmp_path: Path) -> Non
     assert read_cluster(tmp_path / "again.yaml") == found
 
 
+LATENCY = "cluster.links.inside.latency: got 0. It is a number from 1e-12 to 1000. Write for instance 5e-6"
+
+
 @pytest.mark.parametrize(
     ("text", "field"),
     [
@@ -40,6 +43,15 @@ def test_a_file_is_read_with_numbers_as_people_write_them(tmp_path: Path) -> Non
         (f"{GOOD}, links: {{inside: {{latency: -1, bandwidth: 1}}}}", "cluster.links.inside.latency: got -1"),
         (f"{GOOD}, efficiency: 40", "cluster.efficiency: got 40"),
         (f"{GOOD}, flops: fast", "cluster.flops: got 'fast'"),
+        (
+            f"{GOOD}, flops: 1e-300",
+            "cluster.flops: got '1e-300'. It is a number from 1 to 1e+20. Write for instance 400e12",
+        ),
+        (f"{GOOD}, flops: .inf", "cluster.flops: got inf"),
+        (f"{GOOD}, memory_bandwidth: .nan", "cluster.memory_bandwidth: got nan"),
+        (f"{GOOD}, links: {{inside: {{latency: 0, bandwidth: 1}}}}", LATENCY),
+        ("nodes: 1000000, ranks: 100000, memory: 1GiB", "cluster.nodes * ranks: got 100000000000"),
+        (f"nodes: 2, ranks: 4, memory: {'9' * 400}", "cluster.memory: got 999"),
         ("nodes: 2, ranks: 4, memory: much", "cluster.memory: got 'much'"),
     ],
 )

@@ -114,6 +114,18 @@ def test_doctor_shows_versions_devices_and_backends(capsys: pytest.CaptureFixtur
     assert out.endswith("Training can work here.\n")
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--out", "links.yaml"), "--out: got 'links.yaml'. It is the file of the links. Add --links"),
+        (("--links", "--out", "missing/links.yaml"), "--out: got 'missing/links.yaml'. There is no such folder"),
+    ],
+)
+def test_doctor_refuses_a_file_that_it_would_not_write_before_it_measures(options: tuple[str, ...], words: str) -> None:
+    code, text = without_torch("doctor", *options)
+    assert (code, words in text) == (2, True), text
+
+
 def test_doctor_says_what_ranks_on_gpus_should_find_in_their_environment() -> None:
     first, second = doctor.gpu_settings({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"})
     assert first.startswith("set CUDA_DEVICE_MAX_CONNECTIONS=32 (it is 8)")

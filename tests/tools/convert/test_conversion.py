@@ -15,7 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_mm5d import Modality, MultimodalStrategy, PipelineTemplate
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.tools.convert import colossalai_legacy
+from lightning_mm5d.tools.convert import colossalai
 from lightning_mm5d.tools.convert.conversion import as_yaml, read_configuration
 from tools.convert.foreign_files import CORNSTARCH, LEGACY, MINDFORMERS, SMALL, ZBV, sized
 
@@ -133,7 +133,7 @@ def test_says_an_older_file_and_lists_names_of_its_own(tmp_path: Path) -> None:
     ],
 )
 def test_says_each_mode_of_tensor_parallelism(said: Any, expected: Any) -> None:
-    found = colossalai_legacy.convert_legacy({"parallel": {"tensor": said}})
+    found = colossalai.convert_legacy({"parallel": {"tensor": said}})
     assert found.strategy["modalities"] == {"model": expected}
     assert MultimodalStrategy.from_config({"parallel": {"tensor": said}}).modalities["model"] == Modality(**expected)
 

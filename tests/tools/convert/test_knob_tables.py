@@ -11,14 +11,14 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_mm5d import Modality, MultimodalStrategy
-from lightning_mm5d.tools.convert import colossalai, colossalai_legacy, cornstarch, mindformers
+from lightning_mm5d.tools.convert import colossalai, cornstarch, mindformers
 from lightning_mm5d.tools.convert.knobs import Knob
 
 PAGE = Path(__file__).parents[3] / "docs" / "coming_from.md"
 TABLES: dict[str, Sequence[Knob]] = {
     "HybridParallelPlugin": colossalai.KNOBS,
     "MoeHybridParallelPlugin": colossalai.MOE_KNOBS,
-    "parallel = dict(...)": colossalai_legacy.KNOBS,
+    "parallel = dict(...)": colossalai.LEGACY_KNOBS,
     "MultimodalParallelPlugin": cornstarch.KNOBS,
     "ModalParallelPlugin": cornstarch.MODAL_KNOBS,
     "HeterogeneousParallelPlugin": cornstarch.UNLIKE_KNOBS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -208,6 +209,23 @@ def test_the_command_prints_memory_beside_the_estimate(capsys: pytest.CaptureFix
     assert "rank 3: language.1; its host took" in out
     dry, guess = next(line.split()[1::2] for line in out.splitlines() if line.startswith("peak"))
     assert float(dry) == pytest.approx(float(guess), rel=0.1)
+
+
+def test_the_command_runs_one_rank_of_each_class_in_lightnings_own_precision(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(digits("--all", "--json", "--world=8", "--trainer.precision=null")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [len(one["equal_ranks"]) for one in found] == [2, 2, 2, 2]
+    assert {one["rank"] for one in found} == {one["equal_ranks"][0] for one in found}
+
+
+def test_the_command_refuses_a_model_without_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.yaml"
+    strategy = "{class_path: lightning_mm5d.MultimodalStrategy, init_args: {modalities: {model: 1}}}"
+    config.write_text(f"trainer: {{devices: 1, strategy: {strategy}}}\nmodel: {{class_path: features.toys.Toy}}\n")
+    assert main(["dryrun", str(config)]) == 2
+    assert "data: got None. Tokens and images are counted in the first batch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

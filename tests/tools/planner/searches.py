@@ -12,7 +12,7 @@ from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.tools.cli.cluster_plan import search_of
 from lightning_mm5d.tools.cli.estimates import tracer
 from lightning_mm5d.tools.cli.job import Job, settle
-from lightning_mm5d.tools.planner.links import Cluster
+from lightning_mm5d.tools.planner.layout_costs import Cluster
 from lightning_mm5d.tools.planner.search import LayoutSearch
 from parity.harness import strategy
 from zoo import CASES

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d import Modality
-from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.features.refusals.optimizer_probe import remade
 from lightning_mm5d.partition import partition
 from lightning_mm5d.tensor_parallel.division import divide
-from lightning_mm5d.tools.cli.terminal import bytes_of
 from lightning_mm5d.tools.planner.activation_trace import trace
 from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates
 from zoo import CASES
@@ -80,16 +78,3 @@ def test_states_are_those_that_the_optimizer_keeps(name: str) -> None:
     found = OptimizerStates(Linear(make), remade).of("layer.weight", (200, 100), torch.float32)
     assert found is not None
     assert found.kept == size
-
-
-@pytest.mark.parametrize(
-    ("said", "size"), [("16GB", 16 * 10**9), ("80GiB", 80 * 2**30), ("1.5 kb", 1500), ("42", 42), (7, 7)]
-)
-def test_bytes_are_read_with_their_unit(said: object, size: int) -> None:
-    assert bytes_of("memory_limit", said) == size
-
-
-@pytest.mark.parametrize("said", ["16 apples", "", "-1", "0GB", True])
-def test_rejects_what_is_no_number_of_bytes(said: object) -> None:
-    with pytest.raises(ConfigError, match="memory_limit"):
-        bytes_of("memory_limit", said)

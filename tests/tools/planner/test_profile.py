@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.partition.costs import units
 from lightning_mm5d.partition.find import find
-from lightning_mm5d.tools.planner.profile import Measured, measure
+from lightning_mm5d.tools.planner.profile import measure, medians
 from zoo import CASES
 
 MODALITIES = {"vision": Modality(module="vision", boundary="vision"), "language": Modality()}
@@ -62,7 +62,7 @@ def rows_of(module: nn.Module, modalities: dict[str, Modality]) -> tuple[Any, An
 def test_each_unit_gets_the_time_that_it_takes() -> None:
     module = Sleepers()
     found, rows = rows_of(module, MODALITIES)
-    seconds = measure(module, torch.ones(1, 2), found, rows).medians
+    seconds = measure(module, torch.ones(1, 2), found, rows)
     # sleeping takes at least as long as it was told to
     for name, expected in (("vision", [0, 0.01, 0.03, 0.02]), ("language", [0, 0.02, 0.04, 0.02])):
         assert all(got >= told for got, told in zip(seconds[name], expected, strict=True)), seconds
@@ -88,12 +88,11 @@ def test_boundaries_of_a_hugging_face_model_are_found() -> None:
     case = CASES["llava"]
     module = case.build()
     found, rows = rows_of(module, {"vision": Modality(), "language": Modality()})
-    seconds = measure(module, case.batch(2, seed=0), found, rows).medians
+    seconds = measure(module, case.batch(2, seed=0), found, rows)
     assert {name: len(row) for name, row in seconds.items()} == {name: len(row) for name, row in rows.items()}
     assert all(second > 0 for row in seconds.values() for second in row[1:-1])
 
 
 def test_the_median_of_the_runs_counts() -> None:
     runs = ({"vision": [0.001, 0.002]}, {"vision": [0.003, 0.003]}, {"vision": [0.001, 0.003]})
-    measured = Measured(runs)
-    assert measured.medians == {"vision": [0.001, 0.003]}
+    assert medians(runs) == {"vision": [0.001, 0.003]}

@@ -10,7 +10,7 @@ import pytest
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.tools.planner import search
-from lightning_mm5d.tools.planner.links import Link
+from lightning_mm5d.tools.planner.layout_costs import Link
 from lightning_mm5d.tools.planner.search import LayoutSearch
 from tools.planner.searches import searching
 
