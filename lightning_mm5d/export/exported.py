@@ -22,7 +22,7 @@ from lightning_mm5d.export.huggingface_folder import ModelTensors, write_adapter
 from lightning_mm5d.export.lightning_file import check_new, check_new_file, new_folder, write_lightning
 from lightning_mm5d.export.plain_file import PlainTensors, open_plain
 from lightning_mm5d.export.reverse_conversion import empty_model
-from lightning_mm5d.features.huggingface_record.record import COMPILED, UNKNOWN, describe, record_in
+from lightning_mm5d.features.huggingface_record.feature import COMPILED, UNKNOWN, describe, record_in
 from lightning_mm5d.features.sharded_checkpoints.sharded_load import ShardedCheckpoint
 from lightning_mm5d.storage.files import TensorSource
 from lightning_mm5d.storage.replacement import is_checkpoint_directory

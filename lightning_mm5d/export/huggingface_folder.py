@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
 from lightning_mm5d.export.reverse_conversion import ReverseConversion, empty_model
-from lightning_mm5d.features.huggingface_record.record import unpacked
+from lightning_mm5d.features.huggingface_record.feature import unpacked
 from lightning_mm5d.storage.files import TensorSource
 from lightning_mm5d.storage.tensor_file import TensorFileWriter
 

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # torch.serialization.
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.export.plain_file import map_base, member_place
-from lightning_mm5d.features.sharded_checkpoints.saved_state import SavedOptimizerState, SavedWeights
+from lightning_mm5d.features.sharded_checkpoints.sharded_load import SavedOptimizerState, SavedWeights
 from lightning_mm5d.sharded.remote_value import tensors_of
 from lightning_mm5d.storage.files import TensorSource
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.features.huggingface_record.record import conversion_key
+from lightning_mm5d.features.huggingface_record.feature import conversion_key
 from lightning_mm5d.models.multimodal_config import without_own_code
 
 try:

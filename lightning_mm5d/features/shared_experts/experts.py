@@ -16,8 +16,12 @@ from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.engine.run_groups import Groups, Wishes
 from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer
 from lightning_mm5d.expert_parallel.expert_lookup import LISTS, ExpertParallelPlan, Found, find_plans
-from lightning_mm5d.features.shared_experts.expert_adapters import adapters_around, check_adapters, factors_of
-from lightning_mm5d.features.shared_experts.held_experts import ExpertGroups
+from lightning_mm5d.features.shared_experts.held_experts import (
+    ExpertGroups,
+    adapters_around,
+    check_adapters,
+    factors_of,
+)
 from lightning_mm5d.features.shared_experts.shared_experts import SharedExperts
 from lightning_mm5d.features.shared_experts.token_exchange import TokenGroup
 from lightning_mm5d.partition import Partition

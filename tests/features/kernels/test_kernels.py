@@ -19,7 +19,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from compare import assert_equal_to_one_process, tolerance
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.features.kernels.chosen_kernels import is_gated_unit, rms_norm
+from lightning_mm5d.features.kernels.feature import is_gated_unit, rms_norm
 from parity.harness import fit, strategy
 from ranks import call_ranks
 from zoo import CASES

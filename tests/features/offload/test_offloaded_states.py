@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lightning_mm5d import Modality
+from lightning_mm5d.features.offload.feature import OffloadedStates
 from lightning_mm5d.features.offload.host_memory import HostMemory
-from lightning_mm5d.features.offload.offloaded_states import OffloadedStates
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
 
