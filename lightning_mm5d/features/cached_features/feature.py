@@ -127,11 +127,7 @@ class _CachedCall:
         self._runtime, self._boundary, self._files, self._device = runtime, boundary, files, device
         self._modality, self._field = modality, f"modalities.{modality}.cache_features"
         self.module = runtime.root.get_submodule(boundary.path)
-        owned = [
-            name
-            for name, stages in runtime.partition.owners.items()
-            if any(stage.modality == modality for stage in stages)
-        ]
+        owned = [name for name in runtime.partition.owners if modality in runtime.partition.users(name)]
         self._state = EncoderState(runtime.root, boundary.path, boundary.method, owned, device)
         # what one item gives, by the structure of a call; None where calls are kept as wholes
         self._alone: dict[Hashable, _Alone | None] = {}
@@ -456,7 +452,7 @@ class CacheFeatures(Feature):
             if modality.cache_features is None:
                 continue
             field, got = f"modalities.{name}.cache_features", modality.cache_features
-            owned = [full for full, keys in plan.partition.owners.items() if any(key.modality == name for key in keys)]
+            owned = [full for full in plan.partition.owners if name in plan.partition.users(full)]
             parameters = dict(module.named_parameters(remove_duplicate=False))
             trained = [full for full in owned if full in parameters and parameters[full].requires_grad]
             if trained:

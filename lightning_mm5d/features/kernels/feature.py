@@ -111,7 +111,7 @@ def _models(module: nn.Module, partition: Partition, modality: str) -> list[PreT
         if not isinstance(part, PreTrainedModel) or any(path.startswith(f"{one}.") for one in found):
             continue
         names = [f"{path}.{name}" if path else name for name, _ in part.named_parameters()]
-        if names and all(modality in {key.modality for key in partition.owners.get(name, ())} for name in names):
+        if names and all(modality in partition.users(name) for name in names):
             found[path] = part
     return list(found.values())
 
@@ -149,11 +149,10 @@ def fused_modules(root: nn.Module, partition: Partition, modality: str) -> Fused
     norms, gated = dict[str, float](), list[str]()
     for path, module in root.named_modules():
         names = [f"{path}.{name}" for name, _ in module.named_parameters()]
-        owners = {key.modality for name in names for key in partition.owners.get(name, ())}
-        if modality not in owners or "forward" in vars(module):
+        if modality not in partition.users(*names) or "forward" in vars(module):
             continue
-        found = rms_norm(type(module)) if len(names) == 1 else None
-        if found is not None and isinstance(eps := getattr(module, found.eps, None), float):
+        epsilon = epsilon_of_rms_norm(type(module)) if len(names) == 1 else None
+        if epsilon is not None and isinstance(eps := getattr(module, epsilon, None), float):
             norms[path] = eps
         elif is_gated_unit(type(module)) and isinstance(module.act_fn, nn.SiLU | SiLUActivation):
             gated.append(path)
@@ -213,20 +212,13 @@ _GATED = r"self\.down_proj\(self\.act_fn\(self\.gate_proj\((?P<x>\w+)\)\) \* sel
 _GATED_UNIT = rf"return {_GATED}|(?P<y>\w+) = {_GATED.replace('P<x>', 'P<z>').replace('P=x', 'P=z')}\nreturn (?P=y)"
 
 
-class RMSNorm(NamedTuple):
-    """The norm ``weight * (x / sqrt(mean(x * x) + eps)).to(x.dtype)``, whose inner part is computed in float32.
+def epsilon_of_rms_norm(cls: type[nn.Module]) -> str | None:
+    """Return the attribute that a class adds under the root of Llama's RMS norm, None where it computes anything else.
 
-    Attributes:
-        eps: name of the attribute that is added under the root.
+    The norm is ``weight * (x / sqrt(mean(x * x) + eps)).to(x.dtype)``, whose inner part is computed in float32.
     """
-
-    eps: str
-
-
-def rms_norm(cls: type[nn.Module]) -> RMSNorm | None:
-    """Return how a class computes Llama's RMS norm, None where it computes anything else."""
     found = _matched(cls, _RMS_NORM)
-    return None if found is None else RMSNorm(found["eps"])
+    return None if found is None else found["eps"]
 
 
 def is_gated_unit(cls: type[nn.Module]) -> bool:

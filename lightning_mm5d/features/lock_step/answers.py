@@ -179,7 +179,7 @@ class Differentiable:
         path: of what is called, for messages.
         args: of the call.
         kwargs: of the call.
-        share: gives all ranks a tree that the owner's first rank has; that rank passes it, others None.
+        share: returns on all ranks the tree that the owner's first rank has; each passes its own, if any.
 
     Attributes:
         args: for the owner's computation, with leaves in the places of inputs that carry gradients.
@@ -189,7 +189,7 @@ class Differentiable:
     def __init__(
         self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], share: Callable[[Any], Any], *, owns: bool
     ) -> None:
-        self._path, self._share, self._owns = path, share, owns
+        self._share, self._owns = share, owns
         if any(tensor.requires_grad for tensor in _in_dicts((*args, *kwargs.values()))):
             raise StageError(
                 f"{path} is called with a dict of tensors that carry gradients, which do not cross to other ranks in "
@@ -238,8 +238,7 @@ class Differentiable:
             with torch.enable_grad():
                 torch.autograd.backward([one for one, _ in given], [one for _, one in given], retain_graph=True)
             found = [leaf.grad for leaf in leaves]
-        _, received = self._share(None if found is None else [f"the backward of {self._path}", found])
-        pairs = zip(received, self._inputs.values(), strict=True)
+        pairs = zip(self._share(found), self._inputs.values(), strict=True)
         return [None if gradient is None else gradient.to(one.device) for gradient, one in pairs]
 
     def _with_leaves(self, value: Any) -> Any:

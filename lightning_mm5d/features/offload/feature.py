@@ -15,6 +15,7 @@ Between steps a state is an ordinary tensor in host memory, which checkpoints re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_mm5d.config.errors import ConfigError, private
-from lightning_mm5d.features.offload.host_memory import SMALLEST, HostMemory, Stored, free_memory
+from lightning_mm5d.features.offload.host_memory import SMALLEST, HostMemory, Stored, free_memory, gib
 from lightning_mm5d.features.offload.moves import Moves, own_names
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
@@ -60,13 +61,12 @@ class OffloadedStates(AroundUpdates):
 
     def __init__(self, module: nn.Module, plan: Plan, memory: HostMemory, bucket_bytes: int) -> None:
         names = {name for name, modality in plan.modalities.items() if "optimizer" in modality.offloads}
-        owners = plan.partition.owners
         self._memory, self._bucket_bytes = memory, bucket_bytes
         # parameters keep their identity for as long as a run lasts
         self._parameters = {
             id(parameter)
             for name, parameter in module.named_parameters(remove_duplicate=False)
-            if not names.isdisjoint(key.modality for key in owners.get(name, ()))
+            if not names.isdisjoint(plan.partition.users(name))
         }
         self._stored: dict[tuple[int, Any], Stored] = {}
         self._leaving: list[Stored] = []
@@ -219,21 +219,11 @@ class Offload(Feature):
         moves = Moves(plan, running.runtime, memory)
         running.engine.around.append(moves)
         moves.rest()
-        return _Offloaded(moves)
-
-
-class _Offloaded(Attached):
-    def __init__(self, moves: Moves) -> None:
-        self._moves = moves
-
-    def remove(self) -> None:
-        """Let go of what is on the host."""
-        self._moves.end()
+        return moves
 
 
 def _names(plan: Plan, modality: str) -> list[str]:
-    owners = plan.partition.owners
-    return [name for name in plan.shapes if any(key.modality == modality for key in owners.get(name, ()))]
+    return [name for name in plan.shapes if modality in plan.partition.users(name)]
 
 
 def _check_parameters(module: pl.LightningModule, plan: Plan, modality: str, trained: frozenset[str]) -> None:
@@ -298,7 +288,7 @@ def _check_room(module: pl.LightningModule, plan: Plan, trained: frozenset[str])
             first = host * layout.ranks_per_node
             last = min(first + layout.ranks_per_node, layout.size) - 1
             rule = (
-                f"Ranks {first} to {last} share a host and would keep {_gib(need)} there, and a host has {_gib(free)} "
+                f"Ranks {first} to {last} share a host and would keep {gib(need)} there, and a host has {gib(free)} "
                 "free"
             )
             fix = "Leave out 'optimizer' or 'parameters', share states with zero_stage=1, or use more hosts"
@@ -311,7 +301,7 @@ def _offloaded(plan: Plan, trained: frozenset[str]) -> Iterator[tuple[str, int, 
     for modality, options in plan.modalities.items():
         names = own_names(plan, modality) if "parameters" in options.offloads else ()
         yield from (
-            (name, rank, _elements(shards.local_shape(name, rank)), modality)
+            (name, rank, math.prod(shards.local_shape(name, rank)), modality)
             for name in names
             if name not in trained
             for rank in plan.ownership.ranks_holding(name)
@@ -319,18 +309,7 @@ def _offloaded(plan: Plan, trained: frozenset[str]) -> Iterator[tuple[str, int, 
         for name in _names(plan, modality) if "optimizer" in options.offloads else ():
             for rank in plan.ownership.ranks_holding(name) if name in trained else ():
                 shape, shard = shards.local_shape(name, rank), shards.of(name, rank)
-                yield name, rank, _STATES * _elements(shape if shard is None else shard.own_shape(shape)), modality
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    total = 1
-    for length in shape:
-        total *= length
-    return total
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.3g} GiB"
+                yield name, rank, _STATES * math.prod(shape if shard is None else shard.own_shape(shape)), modality
 
 
 FEATURE = Offload

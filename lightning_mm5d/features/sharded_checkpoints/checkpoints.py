@@ -11,7 +11,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from lightning_mm5d.features.sharded_checkpoints.sharded_load import (
 )
 from lightning_mm5d.features.sharded_checkpoints.sharded_save import OptimizerPart, Save, decide
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.storage.files import flush_folder
 from lightning_mm5d.storage.replacement import new_save_id, remove_checkpoint, resolve
 from lightning_mm5d.trainer.checkpoints import Checkpoints, SavedRun, SavingInShards
@@ -170,7 +171,7 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
         self._in_thread, self._falls_back = fields["async_checkpoint"], fields["on_corrupt_checkpoint"] == "previous"
         self._saves = Saves()
         self._stand_ins: dict[str, Tensor] = {}
-        self._linked: list[ModelCheckpoint] = []
+        self._links = ExitStack()  # what lets Lightning make links again
         self._waiting: SavedWeights | None = None  # to load once the module is cut
 
     # --- saving ---
@@ -217,8 +218,7 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 private(callback, "_link_checkpoint")
-                vars(callback)["_link_checkpoint"] = link_checkpoint
-                self._linked.append(callback)
+                self._links.callback(put(callback, "_link_checkpoint", link_checkpoint))
 
     @property
     @override
@@ -231,9 +231,7 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
 
     @override
     def close(self, *, failed: bool) -> None:
-        for callback in self._linked:
-            vars(callback).pop("_link_checkpoint", None)  # and Lightning makes links again
-        self._linked.clear()
+        self._links.close()
         self._stand_ins.clear()
         self._waiting = None
         self._saves.close(failed=failed)
