@@ -22,7 +22,7 @@ from lightning_mm5d.checkpoint.full_file import load_opened
 from lightning_mm5d.checkpoint.module_state import Loaded, check_shape, load_local, settle, tensors_of
 from lightning_mm5d.checkpoint.optimizer_state import StoredStates
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory
+from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory, StoredTensors
 from lightning_mm5d.features.sharded_checkpoints.sharded_save import (
     OBJECTS_FILE,
     OPTIMIZERS,
@@ -31,7 +31,6 @@ from lightning_mm5d.features.sharded_checkpoints.sharded_save import (
     STATE_FILE,
     VALUES,
 )
-from lightning_mm5d.features.sharded_checkpoints.stored_tensors import StoredTensors
 from lightning_mm5d.plan.holdings import Holdings
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import is_remote
