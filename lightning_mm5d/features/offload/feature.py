@@ -146,17 +146,20 @@ class OffloadedStates(AroundUpdates):
                     state[key] = stored.host
 
     def _fetch(self, optimizer: Optimizer, parameters: set[int]) -> None:
-        for parameter, state in self._states(optimizer, parameters):
-            for key, value in state.items():
-                if self._is_away(parameter, key, value):
-                    self._stored[id(parameter), key].fetch()
+        for place, _ in self._away(optimizer, parameters):
+            self._stored[place].fetch()
 
     def _arrive(self, optimizer: Optimizer, parameters: set[int]) -> None:
         self._fetch(optimizer, parameters)
+        for (parameter, key), state in self._away(optimizer, parameters):
+            state[key] = self._stored.pop((parameter, key)).take()
+
+    def _away(self, optimizer: Optimizer, parameters: set[int]) -> Iterator[tuple[tuple[int, Any], dict[Any, Any]]]:
+        """The places of tensors that are on the host, as in `_stored`, with the states that they are of."""
         for parameter, state in self._states(optimizer, parameters):
             for key, value in state.items():
                 if self._is_away(parameter, key, value):
-                    state[key] = self._stored.pop((id(parameter), key)).take()
+                    yield (id(parameter), key), state
 
     def _states(self, optimizer: Optimizer, parameters: set[int]) -> Iterator[tuple[Tensor, dict[Any, Any]]]:
         """The states of those of `parameters` whose states move."""

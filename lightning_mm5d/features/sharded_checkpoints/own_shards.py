@@ -223,7 +223,9 @@ class OwnShards:
         sources, self._stand_ins = sources or {}, stand_ins or {}
         self._tensors = dict(tensors_of(root))
         self._holdings = None if plan is None else Holdings(plan, root)
-        self._shapes = {name: self._full_shape(name, tensor) for name, tensor in self._tensors.items()}
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        if self._holdings is not None:
+            self._shapes = {name: self._holdings.full_shape(name, shape) for name, shape in self._shapes.items()}
         parameters = dict(root.named_parameters(remove_duplicate=False))
         saved = {}
         for name, tensor in self._tensors.items():
@@ -312,9 +314,6 @@ class OwnShards:
                 holding = self._holdings.of(name, self._rank, value.shape)
                 view = holding.view(value, Part(piece.local, piece.box))
             yield Item(stored, view, piece.box, self._shapes[name])
-
-    def _full_shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
-        return tuple(tensor.shape) if self._holdings is None else self._holdings.full_shape(name, tensor.shape)
 
     def _is_cut(self, label: str, value: Tensor, parameter: Tensor) -> bool:
         """Whether a state of a parameter is cut as it is."""
