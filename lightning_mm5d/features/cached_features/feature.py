@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.data.random_state import all_states, pack_states
-from lightning_mm5d.features.cached_features.encoder_state import EncoderState, is_bookkeeping, update, version_of
+from lightning_mm5d.features.cached_features.encoder_state import EncoderState, is_bookkeeping, update
 from lightning_mm5d.features.cached_features.feature_items import (
     DividedError,
     Items,
@@ -61,6 +61,7 @@ from lightning_mm5d.partition.step_uses import Boundary
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.sharded.removable import Removable
+from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.payload import NotSent, Packer, rebuild, tensors_in
 from lightning_mm5d.stage.runtime import Runtime

@@ -39,7 +39,7 @@ from lightning_mm5d.sharded.collectives import exchange
 from lightning_mm5d.sharded.cross_entropy import check_targets, cross_entropy
 from lightning_mm5d.sharded.sequence_operations import is_tokens, reduced_losses
 from lightning_mm5d.sharded.tensor import WRITING, NotYetComputed, Sharded, as_sharded, from_local
-from lightning_mm5d.sharded.torch_internals import as_plain_tensors
+from lightning_mm5d.sharded.torch_internals import as_plain_tensors, version_of
 from lightning_mm5d.sharded.vocabulary_shard import Columns, padded_linear, padded_rows, without_padding
 
 Pointwise = Callable[[Tensor], Tensor]
@@ -478,8 +478,7 @@ def _local(x: Tensor) -> Tensor:
 
 
 def _version(x: Tensor) -> int:
-    plain = _local(x)
-    return 0 if plain.is_inference() else plain._version
+    return version_of(_local(x))
 
 
 def _shape(x: Tensor) -> torch.Size:
