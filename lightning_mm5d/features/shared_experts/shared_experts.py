@@ -49,14 +49,13 @@ from lightning_mm5d.features.shared_experts.token_exchange import (
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.sharded.collectives import gather, scatter
 from lightning_mm5d.sharded.removable import Removable
-from lightning_mm5d.sharded.tensor import Sharded
+from lightning_mm5d.sharded.tensor import Sharded, functions_named
 from lightning_mm5d.sharded.torch_internals import as_plain_tensors, in_checkpoint, unobserved
 
 _make_wrapper = private(Tensor, "_make_wrapper_subclass")
-_TOLD: set[Any] = {
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda")),
-}
+_TOLD = frozenset(
+    functions_named("size dim numel is_floating_point __len__ shape dtype device ndim layout is_cuda", Tensor)
+)
 _SHAPED: set[Any] = {Tensor.view, Tensor.reshape, torch.reshape}
 
 
