@@ -34,7 +34,7 @@ def functions_named(names: str, *homes: Any) -> list[Any]:
         names: with spaces between them; a home may lack some.
         homes: by default torch, its tensors and `torch.nn.functional`.
     """
-    found = [getattr(home, name, None) for name in names.split() for home in homes or (torch, Tensor, F)]
+    found: list[Any] = [getattr(home, name, None) for name in names.split() for home in homes or (torch, Tensor, F)]
     readers = [one.__get__ if hasattr(one, "__set__") else one for one in found]
     return [one for one in readers if callable(one)]
 
