@@ -42,6 +42,7 @@ from lightning_mm5d.sharded.remote_value import (
     make_placeholder,
     make_plain,
 )
+from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.stage.payload import map_tensors
 from lightning_mm5d.stage.remote import give_memory, is_placeholder
 from lightning_mm5d.storage.files import Region, StateDictSource, TensorSource
@@ -60,7 +61,7 @@ class BufferState:
         self._stages = [plan.topology.instances(stage)[0][0] for stage in plan.topology.members]
         shared = frozenset(plan.ownership.written_by_all)
         self._start = {
-            name: (buffer, _writes(buffer))
+            name: (buffer, version_of(buffer))
             for name, buffer in root.named_buffers(remove_duplicate=False)
             if name in shared
         }
@@ -102,7 +103,7 @@ class BufferState:
         if buffer is None:
             return [0, 1, 1]
         first, writes = self._start[name]
-        return [_writes(buffer) - (writes if buffer is first else 0), buffer is not first, is_remote(buffer)]
+        return [version_of(buffer) - (writes if buffer is first else 0), buffer is not first, is_remote(buffer)]
 
 
 def settle(buffers: Iterable[Tensor]) -> None:
@@ -110,10 +111,6 @@ def settle(buffers: Iterable[Tensor]) -> None:
     for buffer in buffers:
         if isinstance(buffer, RemoteValue):
             make_plain(buffer)
-
-
-def _writes(buffer: Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version
 
 
 HOST = torch.device("cpu")

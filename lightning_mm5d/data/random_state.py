@@ -152,6 +152,13 @@ def all_states(device: torch.device) -> tuple[Any, Any, list[Tensor]]:
     return random.getstate(), np.random.get_state(legacy=True), torch_states(device)
 
 
+def set_all_states(states: tuple[Any, Any, list[Tensor]], device: torch.device) -> None:
+    """Put `all_states` back."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    set_torch_states(states[2], device)
+
+
 def pack_states(states: tuple[Any, Any, list[Tensor]]) -> Tensor:
     """Return what `all_states` returned as bytes ``[N]``, uint8, N equal on all ranks."""
     version, numbers, gauss = states[0]
@@ -182,13 +189,11 @@ def unpack_states(packed: Tensor, device: torch.device) -> None:
 @contextmanager
 def kept_random_state(device: torch.device = CPU) -> Iterator[None]:
     """Put the states of Python's, numpy's and torch's generators back at the end."""
-    states = random.getstate(), np.random.get_state(), torch_states(device)
+    states = all_states(device)
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        set_torch_states(states[2], device)
+        set_all_states(states, device)
 
 
 @contextmanager

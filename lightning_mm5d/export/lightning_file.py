@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from lightning_mm5d.checkpoint.full_file import load_full
 from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
-from lightning_mm5d.features.sharded_checkpoints.saved_state import SavedOptimizerState, SavedWeights
+from lightning_mm5d.features.sharded_checkpoints.sharded_load import SavedOptimizerState, SavedWeights
 from lightning_mm5d.sharded.remote_value import tensors_of
 from lightning_mm5d.storage.files import Region, StateDictSource, TensorSource
 

@@ -76,6 +76,10 @@ class Partition:
     ends: tuple[Boundary, ...] = ()
     pipelines: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
+    def users(self, *names: str) -> set[str]:
+        """Return the modalities that use some of these parameters and buffers."""
+        return {stage.modality for name in names for stage in self.owners.get(name, ())}
+
 
 def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     """Cut `root` into the stages that `modalities` ask for.

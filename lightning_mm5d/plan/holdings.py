@@ -79,6 +79,12 @@ class Holding:
                 )
         return found
 
+    def cut(self, full: Tensor, held: Tensor) -> Tensor:
+        """Write the rank's part of a full tensor to `held`, which has one of the three forms; return it."""
+        for part in self.parts(held.shape):
+            narrowed(held, part.held).copy_(narrowed(full, part.full))
+        return held
+
     def own_part(self, tensor: Tensor) -> Tensor:
         """Return the rank's own rows of its local tensor, or a tensor that is no local one as it is."""
         return self.rows.rows(tensor) if self.rows is not None and tensor.shape == self.local else tensor

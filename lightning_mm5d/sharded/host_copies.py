@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_mm5d.sharded.torch_internals import version_of
+
 _FEW = 4096  # numbers of a tensor that is made a second time on the host
 
 
@@ -59,7 +61,7 @@ class HostCopies(TorchFunctionMode):
         if self.is_here(x):
             return x
         known: _Known | None = self._known.get(x)
-        return known.value() if known is not None and known.version == _version(x) else None
+        return known.value() if known is not None and known.version == version_of(x) else None
 
     def is_here(self, x: Tensor) -> bool:
         """Whether `x` is in host memory."""
@@ -67,8 +69,8 @@ class HostCopies(TorchFunctionMode):
 
     def note(self, x: Tensor, copy: Tensor) -> None:
         """Let the values of `x` be those of `copy`, which is on the host."""
-        version = _version(copy)
-        self._known[x] = _Known(_version(x), lambda: copy if _version(copy) == version else None)
+        version = version_of(copy)
+        self._known[x] = _Known(version_of(x), lambda: copy if version_of(copy) == version else None)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -122,13 +124,13 @@ class HostCopies(TorchFunctionMode):
             return made[0][place] if isinstance(made[0], tuple) else made[0]
 
         for place, one in enumerate(results):
-            self._known[one] = _Known(_version(one), partial(compute, place))
+            self._known[one] = _Known(version_of(one), partial(compute, place))
 
     def _source(self, x: Tensor) -> Callable[[], Tensor | None] | None:
         """What computes `x` on the host, now or later; None where nothing does."""
-        version = _version(x)
+        version = version_of(x)
         if self.is_here(x):
-            return lambda: x if _version(x) == version else None
+            return lambda: x if version_of(x) == version else None
         known: _Known | None = self._known.get(x)
         return known.value if known is not None and known.version == version else None
 
@@ -150,10 +152,6 @@ def on_device(x: Tensor, device: torch.device | str) -> Tensor:
 def _is_small(x: Tensor) -> bool:
     """Whether `x` may decide about a mask: integers, bools, and masks that are added to scores ``[B, 1, Sq, Sk]``."""
     return not x.is_floating_point() or (x.dim() == 4 and x.shape[1] == 1)
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 _NAMES = {  # of functions and methods: questions about values, moves to another dtype or device, and the rest

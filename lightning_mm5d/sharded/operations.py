@@ -33,7 +33,15 @@ from lightning_mm5d.sharded.sequence_operations import (
     narrowed_sequence,
     reshaped_sequences,
 )
-from lightning_mm5d.sharded.tensor import WRITING, Sharded, Sharding, as_sharded, on_full, without_graph
+from lightning_mm5d.sharded.tensor import (
+    WRITING,
+    Sharded,
+    Sharding,
+    as_sharded,
+    functions_named,
+    on_full,
+    without_graph,
+)
 from lightning_mm5d.sharded.torch_internals import as_plain_tensors, in_backward
 
 
@@ -390,13 +398,7 @@ _ON_LOCAL = """
 def _fill(rules: dict[Any, Callable[..., Any]]) -> None:
 
     def add(rule: Callable[..., Any], names: str) -> None:
-        for name in names.split():
-            for home in (torch, Tensor, F, torch.linalg):
-                found: Any = getattr(home, name, None)
-                if hasattr(found, "__set__"):
-                    rules[found.__get__] = rule
-                elif callable(found):
-                    rules[found] = rule
+        rules.update(dict.fromkeys(functions_named(names, torch, Tensor, F, torch.linalg), rule))
 
     add(_pointwise, _POINTWISE)
     add(_pointwise, " ".join(f"__{name}__" for name in _OPERATORS.split()))

@@ -30,13 +30,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import RemoteParameterError, private
-from lightning_mm5d.sharded.tensor import WRITING
+from lightning_mm5d.sharded.tensor import WRITING, functions_named
 
 
 def _methods(*names: str) -> set[Any]:
     """The functions of these names, of tensors and of torch; attributes by the function that reads them."""
-    found = (getattr(owner, name) for owner in (Tensor, torch) for name in names if hasattr(owner, name))
-    return {one.__get__ if hasattr(one, "__set__") else one for one in found}
+    return set(functions_named(" ".join(names), Tensor, torch))
 
 
 # They tell nothing of values. The functions that set `requires_grad` and views in place are among them.

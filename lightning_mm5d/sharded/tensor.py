@@ -21,10 +21,24 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.torch_internals import as_plain_tensors
+
+
+def functions_named(names: str, *homes: Any) -> list[Any]:
+    """Return the functions of these names in `homes`; attributes by the function that reads them.
+
+    Args:
+        names: with spaces between them; a home may lack some.
+        homes: by default torch, its tensors and `torch.nn.functional`.
+    """
+    found: list[Any] = [getattr(home, name, None) for name in names.split() for home in homes or (torch, Tensor, F)]
+    readers = [one.__get__ if hasattr(one, "__set__") else one for one in found]
+    return [one for one in readers if callable(one)]
+
 
 WRITING = {"__setitem__", "__set__", "__delete__"} | {
     f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")

@@ -37,6 +37,11 @@ def is_view(x: Tensor) -> bool:
     return private(x, "_is_view")()
 
 
+def version_of(x: Tensor) -> int:
+    """How often `x` has been written in place; 0 in inference mode, in which torch does not count."""
+    return 0 if x.is_inference() else x._version
+
+
 def assert_on_device(condition: Tensor) -> None:
     """Fail on the device where the 0-dim `condition` is false, without waiting for it here."""
     private(torch, "_assert_async")(condition)

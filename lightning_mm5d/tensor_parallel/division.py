@@ -61,7 +61,7 @@ def divide(
 
     def place(parameter: str) -> tuple[str, int] | None:
         # what several modalities share stays full: their ranks are in different groups
-        users = {stage.modality for stage in partition.owners[parameter]}
+        users = partition.users(parameter)
         return (user, degrees[user]) if len(users) == 1 and (user := next(iter(users))) else None
 
     sharded = [name for name in partition.owners if (found := place(name)) is not None and found[1] > 1]

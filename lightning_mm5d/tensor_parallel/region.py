@@ -26,6 +26,7 @@ from lightning_mm5d.sharded.remote_value import same_origin
 from lightning_mm5d.sharded.sequence_operations import is_tokens
 from lightning_mm5d.sharded.sequence_ring import ring_gather, ring_sum_scattered
 from lightning_mm5d.sharded.tensor import Sharded, from_local
+from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.source.names import names
 from lightning_mm5d.source.trees import method_of
 from lightning_mm5d.tensor_parallel.entrance import Due, Entrance, PutsOff, Sharding, autocast, fits, weight_gradient
@@ -64,7 +65,7 @@ class Region:
             self._switch()
         wants = x.requires_grad and torch.is_grad_enabled()
         for source, known, version in self._came:
-            if x is source and version == _version(x) and known.entered.requires_grad == wants:
+            if x is source and version == version_of(x) and known.entered.requires_grad == wants:
                 return known
         # code between these layers may ask for the full shape, so tokens of other ranks are gathered
         local = x.full() if isinstance(x, Sharded) and is_tokens(x.group) else x
@@ -74,7 +75,7 @@ class Region:
             entered = Entrance(local.local, self.group, sharding, rings=self.rings, first=first)
         else:
             entered = Entrance(local, self.group)
-        self._came = [*self._came, (x, entered, _version(x))]
+        self._came = [*self._came, (x, entered, version_of(x))]
         return entered
 
     def leave(self, y: Tensor) -> Tensor:
@@ -207,10 +208,6 @@ def _rates(holder: Any) -> Iterator[float]:
             value = 1.0 if value.is_meta else value.item()
         if isinstance(value, Real) and not isinstance(value, bool) and (is_rate or (is_dropout and value <= 1)):
             yield float(value)
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 def _ring_row(module: nn.Module, x: Tensor, sharding: Sharding, group: TensorGroup, due: Due | None) -> Tensor:

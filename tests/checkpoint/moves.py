@@ -13,9 +13,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_mm5d import Modality
-from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory
+from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory, StoredTensors
 from lightning_mm5d.features.sharded_checkpoints.sharded_save import OWN
-from lightning_mm5d.features.sharded_checkpoints.stored_tensors import StoredTensors
 from parity.harness import fit, strategy
 from zoo import CASES
 

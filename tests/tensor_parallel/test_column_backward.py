@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mm5d.features.compressed_communication.encoding import CompressedEncoding
+from lightning_mm5d.features.compressed_communication.encoding import Compression
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.sharded.collectives import TensorGroup, reduce
 from lightning_mm5d.sharded.tensor import from_local
@@ -109,7 +109,7 @@ class Case:
     bf16: bool = False
     recomputes: bool = False
     defers: bool = False
-    compression: CompressedEncoding | None = None
+    compression: Compression | None = None
 
     def around(self) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", torch.bfloat16) if self.bf16 else nullcontext()
@@ -122,7 +122,7 @@ CASES = {
     "biases alone": Case(frozen=("q.weight", "k.weight", "v.weight", "out.weight")),
     "autocast": Case(bf16=True),
     "recomputed": Case(recomputes=True),
-    "compressed": Case(compression=CompressedEncoding(torch.bfloat16)),
+    "compressed": Case(compression=Compression(torch.bfloat16)),
     "put off": Case(defers=True),
     "sequence shards": Case(shards=True),
     "sequence shards, recomputed": Case(shards=True, recomputes=True),

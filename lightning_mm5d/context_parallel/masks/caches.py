@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_mm5d.sharded.host_copies import HostCopies
 from lightning_mm5d.sharded.kept_results import unseen
+from lightning_mm5d.sharded.torch_internals import version_of
 
 T = TypeVar("T")
 
@@ -46,7 +47,7 @@ class Cache:
             tensors: inputs that are part of the key by identity and version: one that was written to is another one.
         """
         # an id is unique while the tensor is kept; a result of inference mode cannot be used to train
-        versions = tuple((id(x), x._version if x is not None and not x.is_inference() else 0) for x in tensors)
+        versions = tuple((id(x), 0 if x is None else version_of(x)) for x in tensors)
         place = (key, versions, torch.is_inference_mode_enabled())
         with self._lock:
             found = self._kept.get(place)

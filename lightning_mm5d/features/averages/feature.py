@@ -26,7 +26,7 @@ from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.random_state import CPU, kept_random_state
 from lightning_mm5d.data_parallel.main_parameters import computing_dtypes, widen
 from lightning_mm5d.plan.data_shards import DataShards
-from lightning_mm5d.plan.holdings import Holdings, narrowed
+from lightning_mm5d.plan.holdings import Holdings
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import Guard, is_remote, marked
@@ -95,10 +95,7 @@ class _Averages(Attached):
                 _set(root, name, own[name].detach().clone())
             elif tensor.shape != own[name].shape:
                 shape = own[name].shape
-                cut = tensor.new_empty(shape)
-                for held, full in holdings.of(name, self._rank, shape).parts(shape):
-                    narrowed(cut, held).copy_(narrowed(tensor.detach(), full))
-                tensor.data = cut
+                tensor.data = holdings.of(name, self._rank, shape).cut(tensor.detach(), tensor.new_empty(shape))
 
 
 def _check_averages(callbacks: Iterable[pl.Callback], plan: Plan) -> None:

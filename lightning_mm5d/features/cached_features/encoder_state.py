@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from lightning_mm5d.partition.compiled import IN_PLACE
 from lightning_mm5d.partition.parts import holds_metrics, hyperparameters, is_lightnings
 from lightning_mm5d.sharded.remote_value import is_remote
+from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.source.order import is_followed
 from lightning_mm5d.source.trees import function_of
 
@@ -107,7 +108,7 @@ class EncoderState:
             raise ValueError(f"a tensor of layout {tensor.layout} on {tensor.device}, which has no numbers to read")
         version = version_of(tensor)
         known = self._hashed.get(id(tensor)) or hashed.get(id(tensor))
-        if known is None or version < 0 or known[1:3] != (version, tensor.dtype):
+        if known is None or tensor.is_inference() or known[1:3] != (version, tensor.dtype):
             digest = hashlib.sha256()
             update(digest, tensor)
             known = tensor, version, tensor.dtype, digest.hexdigest()
@@ -175,11 +176,6 @@ def update(digest: Any, tensor: Tensor) -> None:
     local = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     if local.numel():
         digest.update(local.view(-1).view(torch.uint8).numpy().data)
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor has been written in place; -1 for one of inference mode, which nobody counts."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def is_bookkeeping(module: nn.Module, name: str) -> bool:

@@ -44,7 +44,7 @@ _NAN = 0x80  # the negative zero; float8_e4m3fn has two codes for what is not fi
 
 
 class Compression(NamedTuple):
-    """How numbers travel.
+    """How numbers travel: a `sharded.collectives.Encoding`.
 
     Attributes:
         dtype: on the wire: float32, bfloat16, float8_e4m3fn or float8_e5m2.
@@ -65,7 +65,7 @@ class Compression(NamedTuple):
         """Return whether `numel` numbers of `dtype` take fewer bytes than they have."""
         return self.nbytes(numel, dtype) < numel * dtype.itemsize
 
-    def narrows(self, dtype: torch.dtype) -> bool:
+    def changes(self, dtype: torch.dtype) -> bool:
         """Return whether long tensors of `dtype` take fewer bytes than they have."""
         return self.saves(BLOCK, dtype)
 
@@ -98,6 +98,39 @@ class Compression(NamedTuple):
         """Return `tensor` as those get it that it is sent to."""
         shape, dtype = tensor.shape, tensor.dtype
         return self.decode(self.encode(tensor), tensor.numel(), dtype).to(dtype).view(shape)
+
+    def group(self, group: dist.ProcessGroup) -> TensorGroup:
+        """Return the ranks of `group`, whose traffic is compressed."""
+        return CompressedGroup(group, self)
+
+    def summed(self, flat: Tensor, group: dist.ProcessGroup, seed: int) -> CompressedSum:
+        """Start to sum a flat tensor in place."""
+        return CompressedSum(flat, group, self, seed=seed, in_place=True)
+
+    def scattered(self, chunks: Sequence[Tensor], group: dist.ProcessGroup, seed: int) -> CompressedScatter:
+        """Start to sum chunks to the rank of each."""
+        return CompressedScatter(chunks, group, self, seed=seed)
+
+    def gathered(self, own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> CompressedGather:
+        """Start to gather flat tensors."""
+        return CompressedGather(own, lengths, group, self)
+
+    def encoded(self, meta: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+        """Return a payload with tensors as bytes where that is shorter, and what they were in its meta."""
+        found, kinds = list(tensors), []
+        for index, tensor in enumerate(tensors):
+            if self.saves(tensor.numel(), tensor.dtype):
+                found[index] = self.encode(tensor)
+                kinds.append([index, str(tensor.dtype).removeprefix("torch."), *tensor.shape])
+        return [kinds, meta], found
+
+    def decoded(self, meta: Any, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
+        """Undo `encoded`."""
+        kinds, meta = meta
+        for index, name, *shape in kinds:
+            dtype = getattr(torch, name)
+            tensors[index] = self.decode(tensors[index], math.prod(shape), dtype).to(dtype).view(shape)
+        return meta, tensors
 
 
 def _narrowed(x: Tensor, dtype: torch.dtype, seed: int | None = None) -> Tensor:
@@ -341,7 +374,7 @@ class CompressedGroup(TensorGroup):
 
     def _sends_plain(self, tensor: Tensor) -> bool:
         """Whether `tensor` travels as it is: decided by its dtype, which all ranks share."""
-        return self.is_silent or not self._compression.narrows(tensor.dtype)
+        return self.is_silent or not self._compression.changes(tensor.dtype)
 
     def start_sum(self, tensor: Tensor, *, in_place: bool = False) -> Wait:
         """See `TensorGroup`; the memory of `tensor` is left alone."""
@@ -404,51 +437,10 @@ class CompressedGroup(TensorGroup):
         return torch.cat([row.to(local.dtype).view(with_length(shape, source, n)) for row, n in came], source)
 
 
-class CompressedEncoding(Compression):
-    """A compression, as the core has numbers travel (`sharded.collectives.Encoding`)."""
-
-    def changes(self, dtype: torch.dtype) -> bool:
-        """Return whether long tensors of `dtype` take fewer bytes than they have."""
-        return self.narrows(dtype)
-
-    def group(self, group: dist.ProcessGroup) -> TensorGroup:
-        """Return the ranks of `group`, whose traffic is compressed."""
-        return CompressedGroup(group, self)
-
-    def summed(self, flat: Tensor, group: dist.ProcessGroup, seed: int) -> CompressedSum:
-        """Start to sum a flat tensor in place."""
-        return CompressedSum(flat, group, self, seed=seed, in_place=True)
-
-    def scattered(self, chunks: Sequence[Tensor], group: dist.ProcessGroup, seed: int) -> CompressedScatter:
-        """Start to sum chunks to the rank of each."""
-        return CompressedScatter(chunks, group, self, seed=seed)
-
-    def gathered(self, own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> CompressedGather:
-        """Start to gather flat tensors."""
-        return CompressedGather(own, lengths, group, self)
-
-    def encoded(self, meta: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-        """Return a payload with tensors as bytes where that is shorter, and what they were in its meta."""
-        found, kinds = list(tensors), []
-        for index, tensor in enumerate(tensors):
-            if self.saves(tensor.numel(), tensor.dtype):
-                found[index] = self.encode(tensor)
-                kinds.append([index, str(tensor.dtype).removeprefix("torch."), *tensor.shape])
-        return [kinds, meta], found
-
-    def decoded(self, meta: Any, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
-        """Undo `encoded`."""
-        kinds, meta = meta
-        for index, name, *shape in kinds:
-            dtype = getattr(torch, name)
-            tensors[index] = self.decode(tensors[index], math.prod(shape), dtype).to(dtype).view(shape)
-        return meta, tensors
-
-
-def encoding_of(modality: Modality, kind: Kind) -> CompressedEncoding | None:
+def encoding_of(modality: Modality, kind: Kind) -> Compression | None:
     """Return how a modality's traffic of one kind is compressed; None sends tensors as they are."""
     communication = communication_of(modality)
     name = communication.of(kind)
     if name is None:
         return None
-    return CompressedEncoding(getattr(torch, name), communication.stochastic_rounding and kind == "gradients")
+    return Compression(getattr(torch, name), communication.stochastic_rounding and kind == "gradients")

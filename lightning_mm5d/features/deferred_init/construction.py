@@ -38,7 +38,7 @@ from lightning_mm5d.features.deferred_init.deferred_init import DeferredInit
 from lightning_mm5d.features.deferred_init.deferred_weights import DeferredWeights, filling, tensors_of
 from lightning_mm5d.features.deferred_init.initializers import initialize_meta
 from lightning_mm5d.features.deferred_init.pretrained import PretrainedSource
-from lightning_mm5d.plan.holdings import Holding, Holdings, narrowed
+from lightning_mm5d.plan.holdings import Holding, Holdings
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard, is_remote
 from lightning_mm5d.stage import drop_parameters
@@ -104,10 +104,7 @@ class ModuleWeights:
         value = value.to(tensor.dtype)
         holding = self._holding(names, value)
         if (kept := _kept(holding)) != holding.full:
-            cut = value.new_empty(kept)
-            for held, full in holding.parts(kept):
-                narrowed(cut, held).copy_(narrowed(value, full))
-            value = cut
+            value = holding.cut(value, value.new_empty(kept))
         self._fill(names, value.to(self._device))
 
     def _holding(self, names: Sequence[str], full: Tensor) -> Holding:

@@ -104,16 +104,16 @@ class DeferredWeights:
             random_state: `random_state` of another process, to draw what it draws.
         """
         stored = self.stored
-        wanted: dict[int, list[Callable[[UntypedStorage], None]]] = {}
+        wanted: dict[int, list[tuple[View, Callable[[Tensor], None]]]] = {}
         for names, view in self.tensors:
             if names[0] not in stored:
-                wanted.setdefault(view.memory, []).append(_sinking(sink, names, view))
+                wanted.setdefault(view.memory, []).append((view, functools.partial(sink, names)))
         for tensor, view in self.attributes:
-            wanted.setdefault(view.memory, []).append(_filling(tensor, view))
+            wanted.setdefault(view.memory, []).append((view, functools.partial(_fill, tensor)))
 
         def final(memory: int, storage: UntypedStorage) -> None:
-            for receive in wanted[memory]:
-                receive(storage)
+            for view, receive in wanted[memory]:
+                receive(view.tensor(storage))
 
         steps = sliced(self.operations, wanted, draws=True)
         generators = self.generators
@@ -149,14 +149,6 @@ def _recipe(view: View, writers: Mapping[int, Sequence[Operation]]) -> Recipe | 
         of = _recipe(operation.args[0], writers)
         return of and Cast(of.shape, view.dtype, of)
     return None
-
-
-def _sinking(sink: Sink, names: tuple[str, ...], view: View) -> Callable[[UntypedStorage], None]:
-    return lambda storage: sink(names, view.tensor(storage))
-
-
-def _filling(tensor: Tensor, view: View) -> Callable[[UntypedStorage], None]:
-    return lambda storage: _fill(tensor, view.tensor(storage))
 
 
 def filling(module: nn.Module) -> Sink:

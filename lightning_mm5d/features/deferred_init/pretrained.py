@@ -74,8 +74,7 @@ def from_pretrained(cls: type[_Model], path: str | Path, *args: Any, **kwargs: A
     if is_streaming():
         for name, why in _REFUSED.items():
             if kwargs.get(name):
-                fix = f"Leave {name} out, or load the model in __init__"
-                raise ConfigError(f"from_pretrained.{name}", kwargs[name], why, fix)
+                raise _refused(name, kwargs[name], why)
         try:
             return make(path, *args, **kwargs)
         except (JSONDecodeError, SafetensorError) as error:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_mm5d.config.errors import private
+from lightning_mm5d.features.deferred_init.recorded import operator_named
 from lightning_mm5d.storage.files import Region
 from lightning_mm5d.storage.tensor_file import TensorFile
 
@@ -286,13 +287,10 @@ class _Call:
     kwargs: Any
 
     def __call__(self, read: list[Tensor]) -> Any:
-        namespace, name, overload = self.operation.split(".")
-        function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-
         def fill(value: Any) -> Any:
             return read[value.part] if isinstance(value, _Place) else value
 
-        return function(*tree_map(fill, self.args), **tree_map(fill, self.kwargs))
+        return operator_named(self.operation)(*tree_map(fill, self.args), **tree_map(fill, self.kwargs))
 
 
 def _cast(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:

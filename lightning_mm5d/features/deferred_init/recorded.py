@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -121,9 +122,14 @@ class Operation:
 
 def _restored(function: Any, *fields: Any) -> Operation:
     if isinstance(function, str):
-        namespace, name, overload = function.split(".")
-        function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        function = operator_named(function)
     return Operation(function, *fields)
+
+
+def operator_named(name: str) -> OpOverload:
+    """Return an operator by its name, for instance ``aten.normal_.default``."""
+    operator: OpOverload = attrgetter(name)(torch.ops)
+    return operator
 
 
 class Undefined(Enum):

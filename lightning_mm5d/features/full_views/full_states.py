@@ -87,8 +87,7 @@ class PartExchange:
 
     def cut(self, name: str, full: Tensor, local: Tensor) -> None:
         """Write to `local`, which has any form, this rank's part of a full tensor."""
-        for part in self.holding(name, self._rank).parts(local.shape):
-            narrowed(local, part.held).copy_(narrowed(full, part.full))
+        self.holding(name, self._rank).cut(full, local)
 
     def bring(self, tensors: Sequence[Moving]) -> None:
         """Send parts to all ranks; collective.
@@ -114,7 +113,11 @@ class PartExchange:
 
     def _broadcast(self, keeper: int, dtype: torch.dtype, bucket: Sequence[Moving]) -> None:
         holdings = [self.holding(one.name, keeper) for one in bucket]
-        parts = [(one, holding, part) for one, holding in zip(bucket, holdings, strict=True) for part in _own(holding)]
+        parts = [
+            (one, holding, part)
+            for one, holding in zip(bucket, holdings, strict=True)
+            for part in holding.parts(holding.own)
+        ]
         sizes = [math.prod(stop - start for start, stop in part.full) for _, _, part in parts]
         flat = torch.zeros(sum(sizes), dtype=dtype, device=self._wire)
         pieces = flat.split(sizes)
@@ -127,10 +130,6 @@ class PartExchange:
             if one.full is not None:
                 region = narrowed(one.full, part.full)
                 region.copy_(piece.view(region.shape))
-
-
-def _own(holding: Holding) -> list[Part]:
-    return holding.parts(holding.own)
 
 
 def partial_names(plan: Plan) -> frozenset[str]:
@@ -391,8 +390,8 @@ class FullStates:
         self._shown.clear()
 
 
-class _Whole:
+class _Whole(NamedTuple):
     """A full tensor that is gathered."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
+    shape: tuple[int, ...]
+    dtype: torch.dtype

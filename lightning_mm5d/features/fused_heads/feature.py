@@ -76,13 +76,18 @@ class FusedHeads(Removable):
         self._settle: list[Callable[[], None]] = []
         self._heads: set[nn.Module] = set()
         held = frozenset().union(*runtime.stages.values())
+
+        def whole(head: nn.Module, input: Tensor) -> Tensor:
+            lazy = self._lazy(head, input, None)
+            return nn.Linear.forward(head, input) if lazy is None else lazy  # type: ignore[arg-type]
+
         for path, head in heads(runtime.root).items():
             if f"{path}.weight" in held:
                 self._heads.add(head)
                 if "forward" not in vars(head):  # else it is sharded over tensor parallel ranks
-                    self.put_forward(head, self._whole())
+                    self.put_forward(head, whole)
         if runtime.tensor is not None:
-            runtime.tensor.computes_logits = self._lazy
+            self.put_attribute(runtime.tensor, "computes_logits", self._lazy)
         runtime.ends.append(self.settle)
 
     def settle(self) -> None:
@@ -90,19 +95,6 @@ class FusedHeads(Removable):
         for each in self._settle:
             each()
         self._settle.clear()
-
-    def remove(self) -> None:
-        """Leave the heads as they were."""
-        super().remove()
-        if self._runtime.tensor is not None:
-            self._runtime.tensor.computes_logits = None
-
-    def _whole(self) -> Callable[..., Tensor]:
-        def forward(head: nn.Module, input: Tensor) -> Tensor:
-            lazy = self._lazy(head, input, None)
-            return nn.Linear.forward(head, input) if lazy is None else lazy  # type: ignore[arg-type]
-
-        return forward
 
     def _lazy(self, head: Any, hidden: Tensor, columns: Columns | None) -> Tensor | None:
         """Return the logits of plain hidden states, or of this rank's tokens; None where they are computed at once."""

@@ -38,8 +38,8 @@ from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.sharded.collectives import exchange
 from lightning_mm5d.sharded.cross_entropy import check_targets, cross_entropy
 from lightning_mm5d.sharded.sequence_operations import is_tokens, reduced_losses
-from lightning_mm5d.sharded.tensor import WRITING, NotYetComputed, Sharded, as_sharded, from_local
-from lightning_mm5d.sharded.torch_internals import as_plain_tensors
+from lightning_mm5d.sharded.tensor import WRITING, NotYetComputed, Sharded, as_sharded, from_local, functions_named
+from lightning_mm5d.sharded.torch_internals import as_plain_tensors, version_of
 from lightning_mm5d.sharded.vocabulary_shard import Columns, padded_linear, padded_rows, without_padding
 
 Pointwise = Callable[[Tensor], Tensor]
@@ -478,8 +478,7 @@ def _local(x: Tensor) -> Tensor:
 
 
 def _version(x: Tensor) -> int:
-    plain = _local(x)
-    return 0 if plain.is_inference() else plain._version
+    return version_of(_local(x))
 
 
 def _shape(x: Tensor) -> torch.Size:
@@ -501,33 +500,24 @@ def _refused(what: str) -> ConfigError:
     return ConfigError(_FIELD, True, what, f"Set {_FIELD} to false, so that the head computes all logits at once")
 
 
-def _named(names: str) -> dict[Any, None]:
-    found: dict[Any, None] = {}
-    for name in names.split():
-        for home in (torch, Tensor, F):
-            one: Any = getattr(home, name, None)
-            if hasattr(one, "__set__"):
-                found[one.__get__] = None
-            elif callable(one):
-                found[one] = None
-    return found
-
-
-_CASTS = _named("float double half bfloat16 to")
-_TOLD = _named(
-    "shape size dim ndim ndimension numel nelement dtype device layout requires_grad is_leaf grad_fn is_cuda is_cpu "
-    "is_meta is_sparse is_nested is_quantized is_mps is_xpu is_floating_point is_complex get_device element_size "
-    "itemsize is_inference __len__ __hash__ names"
+_CASTS = frozenset(functions_named("float double half bfloat16 to"))
+_TOLD = frozenset(
+    functions_named(
+        "shape size dim ndim ndimension numel nelement dtype device layout requires_grad is_leaf grad_fn is_cuda "
+        "is_cpu is_meta is_sparse is_nested is_quantized is_mps is_xpu is_floating_point is_complex get_device "
+        "element_size itemsize is_inference __len__ __hash__ names"
+    )
 )
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_CASTS, _then),
     **dict.fromkeys(
-        _named("mul multiply div divide true_divide neg negative tanh __mul__ __rmul__ __truediv__ __neg__"), _then
+        functions_named("mul multiply div divide true_divide neg negative tanh __mul__ __rmul__ __truediv__ __neg__"),
+        _then,
     ),
-    **dict.fromkeys(_named("contiguous"), _same),
-    **dict.fromkeys(_named("view reshape"), _rows),
-    **dict.fromkeys(_named("flatten"), _flatten),
-    **dict.fromkeys(_named("__getitem__"), _getitem),
-    **dict.fromkeys(_named("register_hook retain_grad"), _hook),
-    **dict.fromkeys(_named("cross_entropy"), _cross_entropy),
+    **dict.fromkeys(functions_named("contiguous"), _same),
+    **dict.fromkeys(functions_named("view reshape"), _rows),
+    **dict.fromkeys(functions_named("flatten"), _flatten),
+    **dict.fromkeys(functions_named("__getitem__"), _getitem),
+    **dict.fromkeys(functions_named("register_hook retain_grad"), _hook),
+    **dict.fromkeys(functions_named("cross_entropy"), _cross_entropy),
 }

@@ -39,7 +39,7 @@ from lightning_mm5d.layout.even_split import even_ranges
 from lightning_mm5d.sharded.collectives import TensorGroup, differentiable
 from lightning_mm5d.sharded.operations import requires_grad, size_of
 from lightning_mm5d.sharded.shards import Across, Range, Shard
-from lightning_mm5d.sharded.tensor import Sharded, as_sharded, without_graph
+from lightning_mm5d.sharded.tensor import Sharded, as_sharded, functions_named, without_graph
 from lightning_mm5d.sharded.torch_internals import in_backward
 
 Axis = Literal["a", "b", "c"]
@@ -240,10 +240,6 @@ def scattered(full: Tensor, frame: Frame) -> Tensor:
     return differentiable(full, local, frame.gathered)
 
 
-def _is_property(name: str) -> bool:
-    return hasattr(getattr(Tensor, name), "__set__")
-
-
 class Block(Sharded):
     """A tensor of which this rank has a block; see the module."""
 
@@ -302,8 +298,7 @@ _TELLING = """
     dtype device layout grad_fn is_leaf is_cuda is_cpu is_meta is_sparse is_nested is_quantized is_mps is_xpu
     is_floating_point is_complex is_inference get_device dim ndim ndimension retain_grad retains_grad
 """
-Block.rules |= {getattr(Tensor, name).__get__: _of_local for name in _TELLING.split() if _is_property(name)}
-Block.rules |= {getattr(Tensor, name): _of_local for name in _TELLING.split() if not _is_property(name)}
+Block.rules |= dict.fromkeys(functions_named(_TELLING, Tensor), _of_local)
 Block.rules |= {
     Tensor.requires_grad.__get__: requires_grad,  # type: ignore[attr-defined]
     Tensor.shape.__get__: lambda func, args, kwargs: args[0].shape,  # type: ignore[attr-defined]

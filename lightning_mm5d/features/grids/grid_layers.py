@@ -28,6 +28,7 @@ from lightning_mm5d.features.grids.block import Axis, Block, Frame, GridShape, K
 from lightning_mm5d.features.grids.grid_operations import Cube, Line, Norm, Panels, normed, on_full_width
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.partition.hidden_state import Place, at, hidden_place, with_state
+from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.sharded.collectives import differentiable
 from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.sharded.shards import Shard
@@ -59,7 +60,7 @@ class GridPlan:
 
     def holds(self, path: str) -> bool:
         """Whether `path` is in one of the layers."""
-        return any(path == layer or path.startswith(f"{layer}.") for layer in self.layers)
+        return any(is_in(path, layer) for layer in self.layers)
 
 
 class GridLayers(Removable):

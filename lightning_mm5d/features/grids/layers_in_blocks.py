@@ -452,7 +452,7 @@ class _Layer:
 
     def _code(self, path: str, module: nn.Module) -> None:
         """Refuse code around attentions and linear layers that does not treat each entry by itself."""
-        inside = any(path == other or path.startswith(f"{other}.") for other in self._division.heads)
+        inside = any(is_in(path, other) for other in self._division.heads)
         kind = type(module).__name__
         ways = {} if path in self._division.roles or self._is_adapted(path) else self._ways.get(path, {})
         columns, rows = ([name for name, way in ways.items() if way == one] for one in ("column", "row"))
@@ -487,7 +487,7 @@ class _Layer:
         self._known.add(name)
 
     def _is_in(self, name: str) -> bool:
-        return name == self._path or name.startswith(f"{self._path}.")
+        return is_in(name, self._path)
 
     def _refuse(self, path: str, why: str) -> None:
         rule = f"Everything in a layer is in blocks over the grid, and of {path} that is not known: {why}"

@@ -24,7 +24,6 @@ An error ends all of them, and is raised once.
 from __future__ import annotations
 
 import contextvars
-import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +31,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn, overrides
 from torch.autograd.graph import saved_tensors_hooks
@@ -40,8 +38,9 @@ from torch.backends import cuda, cudnn, mkldnn
 from torch.utils import _python_dispatch
 
 from lightning_mm5d.config.errors import private
-from lightning_mm5d.data.random_state import all_states, set_torch_states
+from lightning_mm5d.data.random_state import all_states, set_all_states
 from lightning_mm5d.engine.step import Scope
+from lightning_mm5d.sharded.removable import Removable
 
 _function_modes = private(overrides, "_get_current_function_mode_stack")
 _operation_modes = private(_python_dispatch, "_get_current_dispatch_mode_stack")
@@ -58,7 +57,7 @@ class _Ended(BaseException):
     """Ends a microbatch because another one has failed."""
 
 
-class Copies:
+class Copies(Removable):
     """Runs functions in turns on one rank.
 
     Args:
@@ -70,17 +69,11 @@ class Copies:
     def __init__(self, scopes: Iterable[Scope], layers: Iterable[nn.Module], device: torch.device) -> None:
         self._scopes, self._device = [ProcessState(device), *scopes], device
         self._turns: _Turns | None = None
-        self._handles = []
         for layer in dict.fromkeys(layers):
-            self._handles += [
-                layer.register_forward_pre_hook(lambda *_: self._inside(1), prepend=True),
-                layer.register_forward_hook(lambda *_: self._inside(-1), always_call=True),
-            ]
-
-    def remove(self) -> None:
-        """Take the hooks on layers away again."""
-        for handle in self._handles:
-            handle.remove()
+            before = layer.register_forward_pre_hook(lambda *_: self._inside(1), prepend=True)
+            after = layer.register_forward_hook(lambda *_: self._inside(-1), always_call=True)
+            self.changes.callback(before.remove)
+            self.changes.callback(after.remove)
 
     def run(
         self,
@@ -260,10 +253,8 @@ class ProcessState:
 
     def put(self, state: Any) -> None:
         """Put back what `take` returned; settings that are as they were are not touched."""
-        (of_python, of_numpy, of_torch), settings = state
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-        set_torch_states(of_torch, self._device)
+        generators, settings = state
+        set_all_states(generators, self._device)
         for (get, change), value in zip(SETTINGS, settings, strict=True):
             if get() != value:
                 change(value)

@@ -1,26 +1,44 @@
-"""Checks `Modality.kernels` against a module, chooses attention of models and gives other modules kernels.
+"""Kernels that a modality names, in place of what its modules compute: attention, RMS norms and gated units.
 
 Attention is chosen by transformers' own `set_attn_implementation`, for the models of one modality, and stays chosen
 after the run.
+
+``rms_norm`` gives Llama's norms to `torch.nn.functional.rms_norm`, ``liger`` gives the products of gated units to
+Liger's Triton kernel. A module is known by its code, and keeps its class, its name and its submodules, so that what
+tensor parallelism, gathers and adapters do to these goes on.
+
+A norm whose input has another dtype than its weight, as under autocast, computes what it always did: its result has the
+dtype of both, which a kernel's has not.
+
+RMS norms and gated units as Llama's are known: a class is known by the text of its ``forward`` alone, whatever its
+name, so that a norm that differs in one operation (Gemma's, which adds 1 to its weight, say) is not taken for one.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.context_parallel.hooks.private_names import attention_name
-from lightning_mm5d.features.kernels.chosen_kernels import ChosenKernels, fused_modules
 from lightning_mm5d.features.kernels.fields import ATTENTIONS
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.removable import Removable
+from lightning_mm5d.source.trees import method_of, tree_of
 from lightning_mm5d.stage import Runtime
 from lightning_mm5d.trainer.feature import Feature
 
@@ -93,7 +111,7 @@ def _models(module: nn.Module, partition: Partition, modality: str) -> list[PreT
         if not isinstance(part, PreTrainedModel) or any(path.startswith(f"{one}.") for one in found):
             continue
         names = [f"{path}.{name}" if path else name for name, _ in part.named_parameters()]
-        if names and all(modality in {key.modality for key in partition.owners.get(name, ())} for name in names):
+        if names and all(modality in partition.users(name) for name in names):
             found[path] = part
     return list(found.values())
 
@@ -108,6 +126,114 @@ def _check_shared(module: nn.Module, plan: Plan, name: str, model: PreTrainedMod
             rule = f"{type(model).__name__} has one configuration with models of {other}, which name another attention"
             fix = f"Name the same attention for {name} and {other}"
             raise ConfigError(f"modalities.{name}.kernels", plan.modalities[name].kernels, rule, fix)
+
+
+LIGER = "liger_kernel.transformers.functional"
+_FUSED = frozenset({"rms_norm", "liger"})
+
+
+class FusedModules(NamedTuple):
+    """The modules of one modality that kernels compute.
+
+    Attributes:
+        norms: path of each norm, and what it adds under the root.
+        gated: paths of the units ``down_proj(silu(gate_proj(x)) * up_proj(x))``.
+    """
+
+    norms: dict[str, float]
+    gated: tuple[str, ...]
+
+
+def fused_modules(root: nn.Module, partition: Partition, modality: str) -> FusedModules:
+    """Return the modules of a modality that chosen kernels compute, on whichever rank they are."""
+    norms, gated = dict[str, float](), list[str]()
+    for path, module in root.named_modules():
+        names = [f"{path}.{name}" for name, _ in module.named_parameters()]
+        if modality not in partition.users(*names) or "forward" in vars(module):
+            continue
+        epsilon = epsilon_of_rms_norm(type(module)) if len(names) == 1 else None
+        if epsilon is not None and isinstance(eps := getattr(module, epsilon, None), float):
+            norms[path] = eps
+        elif is_gated_unit(type(module)) and isinstance(module.act_fn, nn.SiLU | SiLUActivation):
+            gated.append(path)
+    return FusedModules(norms, tuple(gated))
+
+
+class ChosenKernels(Removable):
+    """The modules of one rank that compute with chosen kernels, from the making of this object to `remove`.
+
+    Made after layers are compiled, whose code then holds these kernels.
+
+    Args:
+        root: the LightningModule.
+        partition: what belongs to which modality.
+        modalities: the configuration.
+    """
+
+    def __init__(self, root: nn.Module, partition: Partition, modalities: Mapping[str, Modality]) -> None:
+        for name, modality in modalities.items():
+            if _FUSED.isdisjoint(modality.chosen_kernels):
+                continue
+            found = fused_modules(root, partition, name)
+            if "rms_norm" in modality.chosen_kernels:
+                # one function for all that add the same: compiled layers that are equal then share code
+                norms = {eps: _norm(eps) for eps in found.norms.values()}
+                for path, eps in found.norms.items():
+                    self.put_forward(root.get_submodule(path), norms[eps])
+            if "liger" in modality.chosen_kernels:
+                unit = _gated_unit(importlib.import_module(LIGER).liger_swiglu)
+                for path in found.gated:
+                    self.put_forward(root.get_submodule(path), unit)
+
+
+def _norm(eps: float) -> Callable[[Any, Tensor], Tensor]:
+    def forward(module: Any, hidden_states: Tensor) -> Tensor:
+        weight = module.weight
+        if hidden_states.dtype != weight.dtype:
+            return type(module).forward(module, hidden_states)
+        return F.rms_norm(hidden_states, weight.shape, weight, eps)
+
+    return forward
+
+
+def _gated_unit(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    def forward(module: Any, x: Tensor) -> Tensor:
+        return module.down_proj(product(module.gate_proj(x), module.up_proj(x)))
+
+    return forward
+
+
+_RMS_NORM = r"""(?P<dtype>\w+) = (?P<x>\w+)\.dtype
+(?P=x) = (?P=x)\.to\(torch\.float32\)
+(?P<variance>\w+) = (?P=x)\.pow\(2\)\.mean\(-1, keepdim=True\)
+(?P=x) = (?P=x) \* torch\.rsqrt\((?P=variance) \+ self\.(?P<eps>\w+)\)
+return self\.weight \* (?P=x)\.to\((?P=dtype)\)"""
+_GATED = r"self\.down_proj\(self\.act_fn\(self\.gate_proj\((?P<x>\w+)\)\) \* self\.up_proj\((?P=x)\)\)"
+_GATED_UNIT = rf"return {_GATED}|(?P<y>\w+) = {_GATED.replace('P<x>', 'P<z>').replace('P=x', 'P=z')}\nreturn (?P=y)"
+
+
+def epsilon_of_rms_norm(cls: type[nn.Module]) -> str | None:
+    """Return the attribute that a class adds under the root of Llama's RMS norm, None where it computes anything else.
+
+    The norm is ``weight * (x / sqrt(mean(x * x) + eps)).to(x.dtype)``, whose inner part is computed in float32.
+    """
+    found = _matched(cls, _RMS_NORM)
+    return None if found is None else found["eps"]
+
+
+def is_gated_unit(cls: type[nn.Module]) -> bool:
+    """Whether a class computes ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
+    return _matched(cls, _GATED_UNIT) is not None
+
+
+def _matched(cls: type[nn.Module], pattern: str) -> re.Match[str] | None:
+    function = method_of(cls, "forward")
+    tree = None if function is None else tree_of(function)
+    if tree is None or len(tree.args.args) != 2 or tree.args.vararg or tree.args.kwarg or tree.args.kwonlyargs:
+        return None
+    body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
+    found = re.fullmatch(pattern, "\n".join(map(ast.unparse, body)))
+    return found if found and tree.args.args[1].arg in found.groupdict().values() else None
 
 
 FEATURE = Kernels

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_mm5d.data.random_state import set_torch_states, torch_states
 from lightning_mm5d.sharded.removable import put
+from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import Packer, rebuild, tensors_in
 
@@ -66,7 +67,7 @@ class Effects:
         dicts = [dict(value) if isinstance(value, MutableMapping) else None for value in values]
         others = [_state(value) for value in values]
         tensors = [tensor for _, tensor in tensors_in(values)]
-        versions = [_version(tensor) for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         states = torch_states(self._device)
         with ExitStack() as stack:
             for number, cache in enumerate(self._caches()):
@@ -85,7 +86,7 @@ class Effects:
                     "pass a dict or a cache of transformers, or call the model without a cache"
                 )
         for place, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
-            self._written += [[place, tensor]] if _version(tensor) != version else []
+            self._written += [[place, tensor]] if version_of(tensor) != version else []
         after = torch_states(self._device)
         if not all(map(torch.equal, states, after)):
             self._states = after
@@ -155,10 +156,6 @@ def _description(value: Any, name: str) -> Any:
     return {"dtype": value.dtype, "shape": shape}
 
 
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
 def _state(value: Any) -> Any:
     """Something that changes with `value` where that is neither a tensor, a module, a dict nor a cache."""
     if isinstance(value, (list, tuple)):
@@ -166,7 +163,11 @@ def _state(value: Any) -> Any:
     if isinstance(value, (*_PLAIN, Mapping)) or _is_cache(value) or not hasattr(value, "__dict__"):
         return None
     return {
-        name: (id(one), _version(one) if isinstance(one, Tensor) else None, len(one) if hasattr(one, "__len__") else 0)
+        name: (
+            id(one),
+            version_of(one) if isinstance(one, Tensor) else None,
+            len(one) if hasattr(one, "__len__") else 0,
+        )
         for name, one in vars(value).items()
         if not callable(one)
     }
@@ -179,7 +180,7 @@ class Differentiable:
         path: of what is called, for messages.
         args: of the call.
         kwargs: of the call.
-        share: gives all ranks a tree that the owner's first rank has; that rank passes it, others None.
+        share: returns on all ranks the tree that the owner's first rank has; each passes its own, if any.
 
     Attributes:
         args: for the owner's computation, with leaves in the places of inputs that carry gradients.
@@ -189,7 +190,7 @@ class Differentiable:
     def __init__(
         self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], share: Callable[[Any], Any], *, owns: bool
     ) -> None:
-        self._path, self._share, self._owns = path, share, owns
+        self._share, self._owns = share, owns
         if any(tensor.requires_grad for tensor in _in_dicts((*args, *kwargs.values()))):
             raise StageError(
                 f"{path} is called with a dict of tensors that carry gradients, which do not cross to other ranks in "
@@ -238,8 +239,7 @@ class Differentiable:
             with torch.enable_grad():
                 torch.autograd.backward([one for one, _ in given], [one for _, one in given], retain_graph=True)
             found = [leaf.grad for leaf in leaves]
-        _, received = self._share(None if found is None else [f"the backward of {self._path}", found])
-        pairs = zip(received, self._inputs.values(), strict=True)
+        pairs = zip(self._share(found), self._inputs.values(), strict=True)
         return [None if gradient is None else gradient.to(one.device) for gradient, one in pairs]
 
     def _with_leaves(self, value: Any) -> Any:

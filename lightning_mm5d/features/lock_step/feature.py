@@ -43,6 +43,7 @@ from lightning_mm5d.data.random_state import kept_random_state, seed_all, seed_o
 from lightning_mm5d.engine.codec import TreeChannel
 from lightning_mm5d.engine.step import Step
 from lightning_mm5d.features.lock_step.answers import Differentiable, Effects
+from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import settled
@@ -271,7 +272,7 @@ class LockStep(Attached, AroundUpdates):
     def _is_spread(self, path: str) -> bool:
         """Whether a module is the root, or has a modality's list of layers inside."""
         lists = [layers for layers in self._plan.partition.layers.values() if layers]
-        return path == "" or any(layers == path or layers.startswith(f"{path}.") for layers in lists)
+        return path == "" or any(is_in(layers, path) for layers in lists)
 
     def _owner(self, path: str, module: nn.Module) -> StageKey | None:
         """The stage that answers calls of a module; None without one, and where all stages hold it."""
@@ -290,16 +291,10 @@ class LockStep(Attached, AroundUpdates):
     def _fetch(self, place: _Place, stack: ExitStack) -> dict[str, nn.Parameter]:
         fetched: dict[str, nn.Parameter] = {}
         for module, name, full, stage in self._loose:
-            channel, src = self._channel(place, stage)
             held = module._parameters[name]
-            if self._rank == src:
-                assert held is not None
-                channel.send([full, held.data])
-                continue
-            sent, value = channel.receive()
-            self._check(sent, full)
+            assert held is not None
+            value = self._shared(place, stage, full, held.data)
             if self._rank not in place.ranks[stage]:
-                assert held is not None
                 carries = place.optimizes and held.requires_grad  # as where it is held, or graphs would differ
                 fetched[full] = nn.Parameter(value.to(self._device), requires_grad=carries)
                 module._parameters[name] = fetched[full]
@@ -308,25 +303,25 @@ class LockStep(Attached, AroundUpdates):
 
     def _fetch_again(self, place: _Place, fetched: Mapping[str, nn.Parameter]) -> None:
         for module, name, full, stage in self._loose:
-            channel, src = self._channel(place, stage)
-            if self._rank == src:
-                held = module._parameters[name]
-                assert held is not None
-                channel.send([full, held.data])
-                continue
-            sent, value = channel.receive()
-            self._check(sent, full)
+            held = module._parameters[name]
+            assert held is not None
+            value = self._shared(place, stage, full, held.data)
             if full in fetched:
                 fetched[full].data.copy_(value)
 
     def _share_states(self, place: _Place) -> None:
-        channel, src = self._channel(place, self._plan.topology.last_stage)
-        if self._rank == src:
-            channel.send(["states", torch_states(self._device)])
-            return
-        sent, states = channel.receive()
-        self._check(sent, "states")
+        states = self._shared(place, self._plan.topology.last_stage, "states", torch_states(self._device))
         set_torch_states([state.cpu() for state in states], self._device)
+
+    def _shared(self, place: _Place, stage: StageKey, name: str, own: Any) -> Any:
+        """Return what the first rank of a stage has under `name`, where this rank has `own`; collective."""
+        channel, src = self._channel(place, stage)
+        if self._rank == src:
+            channel.send([name, own])
+            return own
+        sent, found = channel.receive()
+        self._check(sent, name)
+        return found
 
     def _patch(self, place: _Place, unit: _Unit, stack: ExitStack) -> None:
         if set(place.ranks[unit.stage]) == set(self._plan.layout.replica_ranks(place.replica)):
@@ -351,15 +346,7 @@ class LockStep(Attached, AroundUpdates):
         is_owner = self._rank in place.ranks[unit.stage]
         call: Differentiable | None = None
         if torch.is_grad_enabled():
-
-            def share(tree: Any) -> Any:
-                if self._rank == src:
-                    channel.send(tree)
-                    return tree
-                found = channel.receive()
-                self._check(found[0], f"the backward of {unit.path}")
-                return found
-
+            share = partial(self._shared, place, unit.stage, f"the backward of {unit.path}")
             call = Differentiable(unit.path, args, kwargs, share, owns=is_owner)
         effects = Effects(args if call is None else call.args, kwargs if call is None else call.kwargs, self._device)
         own = self._computed(place, unit, original, effects, fails=channel if self._rank == src else None)

@@ -69,8 +69,8 @@ class HostMemory:
         """
         free, need = free_memory(), count * self._ranks
         if free is not None and need > free:
-            rule = f"The {self._ranks} ranks of this host would keep {need / 2**30:.3g} GiB of {what} there"
-            rule = f"{rule}, and it has {free / 2**30:.3g} GiB free"
+            kept = f"The {self._ranks} ranks of this host would keep {gib(need)} of {what} there"
+            rule = f"{kept}, and it has {gib(free)} free"
             fix = "Use activation_checkpointing, fewer or smaller microbatches, or leave it out"
             raise ConfigError(field, "activations", rule, fix)
 
@@ -148,6 +148,11 @@ class Stored:
             self.written.synchronize()
             self.written = None
         return self.host
+
+
+def gib(count: int) -> str:
+    """Return a number of bytes as text: ``1.5 GiB``."""
+    return f"{count / 2**30:.3g} GiB"
 
 
 def free_memory() -> int | None:

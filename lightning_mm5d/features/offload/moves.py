@@ -22,6 +22,7 @@ from lightning_mm5d.schedule import Action, Kind
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.stage import Deferred, Run, Runtime
 from lightning_mm5d.stage.payload import tensors_in
+from lightning_mm5d.trainer.feature import Attached
 
 Flight = tuple[StageKey, int]  # a stage, and the number of a microbatch
 
@@ -54,7 +55,7 @@ def most_away(actions: Sequence[Action], flights: Collection[Flight], stage: Sta
     return most
 
 
-class Moves(AroundSteps):
+class Moves(Attached, AroundSteps):
     """What one rank keeps in host memory between uses.
 
     Args:
@@ -93,11 +94,11 @@ class Moves(AroundSteps):
     @contextmanager
     def unscheduled(self) -> Generator[None, None, None]:
         """Have all parameters on the device while modules are used in an order that no schedule knows."""
-        self.end()
+        self.remove()
         yield
         self.rest()
 
-    def end(self) -> None:
+    def remove(self) -> None:
         """Leave everything on the device."""
         for one in self.parameters.values():
             one.arrive()
@@ -256,5 +257,4 @@ class OffloadedParameters:
 
 def own_names(plan: Plan, modality: str) -> tuple[str, ...]:
     """Return the names of the parameters that this modality uses and no other."""
-    owners = plan.partition.owners
-    return tuple(name for name in plan.shapes if {key.modality for key in owners.get(name, ())} == {modality})
+    return tuple(name for name in plan.shapes if plan.partition.users(name) == {modality})

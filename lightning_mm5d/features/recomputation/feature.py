@@ -37,12 +37,12 @@ from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.kept_results import kept_results, operations_named
 from lightning_mm5d.sharded.removable import Removable
+from lightning_mm5d.sharded.torch_internals import in_backward, in_checkpoint
 from lightning_mm5d.stage import Runtime
 from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.trainer.feature import Feature
 
 _top_hooks = private(torch._C._autograd, "_top_saved_tensors_default_hooks")
-_graph_task = private(torch._C, "_current_graph_task_id")
 
 
 class Recomputation(Feature):
@@ -107,7 +107,9 @@ class Recompute(Removable):
 
     def _applies(self, layer: nn.Module, modality: str, calls: list[int], args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether a call of a layer runs again in its backward."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_checkpointed():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        if in_backward() or in_checkpoint():  # the code around is computed again already
             return False
         if layer.training and getattr(layer, "gradient_checkpointing", False):
             return False
@@ -328,14 +330,6 @@ class _Replay:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
-
-
-def _is_checkpointed() -> bool:
-    """Whether the code around is computed again already: in its forward, or at this moment."""
-    if _graph_task() != -1:
-        return True
-    hooks = _top_hooks(True)
-    return hooks is not None and hooks[0].__module__ == checkpoint.__module__
 
 
 def _tokens_in(cache: Any, index: int) -> bool:

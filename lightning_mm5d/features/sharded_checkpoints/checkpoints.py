@@ -1,10 +1,17 @@
-"""Sharded checkpoints of a run on one rank: what the strategy's hooks call, and the checkpoints beside another one."""
+"""Sharded checkpoints of a run on one rank: what the strategy's hooks call, and the checkpoints beside another one.
+
+A rank has one save at a time, in the calling thread or in one of its own. What has to wait for it, such as the deletion
+of an older checkpoint, is done after it, and not at all where it fails. An error of a thread is raised by `finish`, on
+all ranks, because all of them hear how a save ended.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +25,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mm5d.checkpoint.module_state import collect_others
-from lightning_mm5d.checkpoint.rank_reports import RankReports
+from lightning_mm5d.checkpoint.rank_reports import RankReports, joined
 from lightning_mm5d.config.errors import CheckpointCorruptError, private
 from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory
 from lightning_mm5d.features.sharded_checkpoints.own_shards import AVERAGES, OwnShards, labels_of, own_state
-from lightning_mm5d.features.sharded_checkpoints.saved_state import SavedWeights
-from lightning_mm5d.features.sharded_checkpoints.saves import Saves
 from lightning_mm5d.features.sharded_checkpoints.sharded_load import (
+    SavedWeights,
     ShardedCheckpoint,
     check_weights,
     load_weights,
@@ -32,9 +38,91 @@ from lightning_mm5d.features.sharded_checkpoints.sharded_load import (
 )
 from lightning_mm5d.features.sharded_checkpoints.sharded_save import OptimizerPart, Save, decide
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.storage.files import flush_folder
 from lightning_mm5d.storage.replacement import new_save_id, remove_checkpoint, resolve
 from lightning_mm5d.trainer.checkpoints import Checkpoints, SavedRun, SavingInShards
+
+FAILED_RUN_S = 20.0
+"""how long a run that has failed waits for a save that other ranks may never finish"""
+
+
+class Saves:
+    """Runs the phases of saves after their first one."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._after: list[Callable[[], object]] = []
+        self._is_busy = False
+        self._lock = threading.Lock()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save in a thread has failed, which `finish` would raise."""
+        return self._error is not None
+
+    def run(self, save: Save, *, in_thread: bool) -> None:
+        """Write and conclude a save whose pieces are taken.
+
+        Args:
+            save: after `Save.take`.
+            in_thread: whether to return at once.
+        """
+        if not in_thread:
+            try:
+                save.write()
+            except Exception:
+                raise
+            except BaseException:
+                save.drop()
+                raise
+            return
+
+        def work() -> None:
+            try:
+                save.write()
+                while action := self._next():
+                    action()
+            except BaseException as error:
+                with self._lock:
+                    self._error, self._is_busy = error, False
+                    self._after.clear()
+
+        self._is_busy = True
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def then(self, action: Callable[[], object]) -> None:
+        """Call `action` once no save is under way; not at all where that one fails, which `finish` raises."""
+        with self._lock:
+            if self._is_busy:
+                self._after.append(action)
+            if self._is_busy or self._error is not None:
+                return
+        action()
+
+    def _next(self) -> Callable[[], object] | None:
+        with self._lock:
+            self._is_busy = bool(self._after)
+            return self._after.pop(0) if self._after else None
+
+    def finish(self) -> None:
+        """Wait for the save that is under way; raise the error that a thread ended with."""
+        joined(self._thread)
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self, *, failed: bool) -> None:
+        """Wait for the save that is under way; after a failed run not for long, and without its error."""
+        if not failed:
+            self.finish()
+            return
+        with suppress(BaseException):
+            joined(self._thread, FAILED_RUN_S)
+        self._thread = None
 
 
 def earlier_checkpoints(path: str | os.PathLike[str]) -> list[Path]:
@@ -83,7 +171,7 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
         self._in_thread, self._falls_back = fields["async_checkpoint"], fields["on_corrupt_checkpoint"] == "previous"
         self._saves = Saves()
         self._stand_ins: dict[str, Tensor] = {}
-        self._linked: list[ModelCheckpoint] = []
+        self._links = ExitStack()  # what lets Lightning make links again
         self._waiting: SavedWeights | None = None  # to load once the module is cut
 
     # --- saving ---
@@ -130,8 +218,7 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 private(callback, "_link_checkpoint")
-                vars(callback)["_link_checkpoint"] = link_checkpoint
-                self._linked.append(callback)
+                self._links.callback(put(callback, "_link_checkpoint", link_checkpoint))
 
     @property
     @override
@@ -144,9 +231,7 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
 
     @override
     def close(self, *, failed: bool) -> None:
-        for callback in self._linked:
-            vars(callback).pop("_link_checkpoint", None)  # and Lightning makes links again
-        self._linked.clear()
+        self._links.close()
         self._stand_ins.clear()
         self._waiting = None
         self._saves.close(failed=failed)

@@ -3,23 +3,41 @@
 Its manifest has files with sizes and checksums, and what the writer notes beside them. It is written last, so that a
 directory without one was never finished. It is JSON with a checksum of itself in front. Checksums find damage; they are
 no signatures, so what a manifest says is checked like any untrusted input.
+
+Its tensors are put together from the pieces that ranks wrote. The header of each file says where its pieces lie in the
+full tensors, in the convention of the Hugging Face storage of torch.distributed.checkpoint, whose reader finds them
+too. A file has one piece of a tensor at most. Directories whose pieces do not cover every tensor exactly once are
+refused.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_mm5d.storage.files import WrittenFile, corrupt, flush_folder, opened, read_whole, write_whole
+from lightning_mm5d.plan.holdings import Box, whole_box
+from lightning_mm5d.storage.files import (
+    Region,
+    WrittenFile,
+    checked_region,
+    corrupt,
+    flush_folder,
+    opened,
+    read_whole,
+    write_whole,
+)
 from lightning_mm5d.storage.replacement import Replacement, resolve
 from lightning_mm5d.storage.tensor_file import TensorFile, TensorFileWriter
 
@@ -261,3 +279,160 @@ class CheckpointDirectory:
         if name not in self.files:
             raise corrupt(self.path / name, "the manifest of the checkpoint does not name this file")
         return self.path / name, self.files[name]
+
+
+_SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+_FULL = "full_shape"
+_COPIED_BYTES = 16 * 2**20  # read at once, of a tensor in several pieces
+
+
+def sharding_metadata(boxes: Mapping[str, tuple[Box, Sequence[int]]]) -> dict[str, str]:
+    """Return the metadata of a file: of each tensor the box that the file holds, and the full shape."""
+    info = {name: {_OFFSETS: [start for start, _ in box], _FULL: list(shape)} for name, (box, shape) in boxes.items()}
+    return {"format": "pt", _SHARDING: json.dumps(info)}
+
+
+@dataclass(frozen=True)
+class _Part:
+    file: TensorFile
+    box: Box
+
+
+class StoredTensors:
+    """All tensors of a checkpoint directory, a `TensorSource`; opening it reads the headers of the files.
+
+    Args:
+        directory: finished.
+
+    Raises:
+        CheckpointCorruptError: a file is missing or damaged, or the pieces of a tensor do not cover it once.
+    """
+
+    def __init__(self, directory: CheckpointDirectory) -> None:
+        self.directory = directory
+        self.files = {name: directory.tensor_file(name) for name in sorted(directory.tensor_files())}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._parts: dict[str, list[_Part]] = {}
+        for file in self.files.values():
+            self._add(file)
+        for name, parts in self._parts.items():
+            self._check(name, parts)
+
+    @property
+    def bytes_read(self) -> int:
+        """Of all files so far, with headers."""
+        return sum(file.bytes_read for file in self.files.values())
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors."""
+        return list(self._parts)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the full tensor; raise KeyError for an unknown name."""
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor; raise KeyError for an unknown name."""
+        return self._parts[name][0].file.dtype(name)
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """Return a tensor, or its `region`, in new memory of the CPU; it reads no pieces beside the region.
+
+        Raises:
+            KeyError: there is no such tensor.
+            CheckpointCorruptError: bytes differ from what was written.
+        """
+        wanted = checked_region(region, self._shapes[name], name)
+        found = list(self._overlaps(name, wanted))
+        if len(found) == 1 and found[0][1] == tuple(wanted):
+            part, box = found[0]
+            return part.file.read(name, _within(box, part.box))
+        result = torch.empty([stop - start for start, stop in wanted], dtype=self.dtype(name))
+        for part, box in found:
+            for rows in _divided(box, result.itemsize):
+                target = tuple(slice(start, stop) for start, stop in _within(rows, wanted))
+                result[target] = part.file.read(name, _within(rows, part.box))
+        return result
+
+    def _overlaps(self, name: str, wanted: Sequence[tuple[int, int]]) -> Iterator[tuple[_Part, Box]]:
+        for part in self._parts[name]:
+            box = _intersection(part.box, wanted)
+            if box is not None:
+                yield part, box
+
+    def _add(self, file: TensorFile) -> None:
+        info = _sharding(file)
+        for name in file.names():
+            entry = info.get(name)
+            shape = file.shape(name)
+            offsets, full = ([0] * len(shape), list(shape)) if entry is None else (entry[_OFFSETS], entry[_FULL])
+            box = tuple((offset, offset + length) for offset, length in zip(offsets, shape, strict=True))
+            known = self._shapes.setdefault(name, tuple(full))
+            parts = self._parts.setdefault(name, [])
+            if known != tuple(full) or (parts and parts[0].file.dtype(name) != file.dtype(name)):
+                raise corrupt(file.path, f"its {name!r} has another shape or dtype than that of another file")
+            parts.append(_Part(file, box))
+
+    def _check(self, name: str, parts: list[_Part]) -> None:
+        parts.sort(key=lambda part: part.box)
+        full = whole_box(self._shapes[name])
+        inside = all(_intersection(part.box, full) == part.box or not _size(part.box) for part in parts)
+        covers = sum(_size(part.box) for part in parts) == _size(full)
+        if not inside or not covers or _overlap([part.box for part in parts]):
+            raise corrupt(self.directory.path, f"its files do not hold {name!r} exactly once")
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Whether any of the boxes overlap, which are sorted."""
+    for number, one in enumerate(boxes):
+        for other in islice(boxes, number + 1, None):
+            if one and other[0][0] >= one[0][1]:
+                break
+            if _intersection(one, other) is not None:
+                return True
+    return False
+
+
+def _sharding(file: TensorFile) -> dict[str, dict[str, list[int]]]:
+    """Return where the pieces of a file lie, by name, after a check of its form."""
+    try:
+        info = json.loads(file.metadata.get(_SHARDING, "{}"))
+        wrong = [name for name, entry in info.items() if not _places(entry, len(file.shape(name)))]
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        wrong = [_SHARDING]
+    if wrong:
+        raise corrupt(file.path, f"its header does not say where {wrong[0]!r} belongs")
+    return dict(info)
+
+
+def _places(entry: Any, dims: int) -> bool:
+    lists = entry[_OFFSETS], entry[_FULL]
+    return all(
+        isinstance(numbers, list)
+        and len(numbers) == dims
+        and all(type(number) is int and number >= 0 for number in numbers)
+        for numbers in lists
+    )
+
+
+def _intersection(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> Box | None:
+    """Return the box that lies in both; None where there is none, or an empty one."""
+    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return box if all(start < stop for start, stop in box) else None
+
+
+def _divided(box: Box, itemsize: int) -> Iterator[Box]:
+    """Yield the box in ranges of its first dim, so that little is in memory beside the tensor that they go to."""
+    (first, last), rest = box[0], box[1:]
+    step = max(1, _COPIED_BYTES // (_size(rest) * itemsize))
+    for start in range(first, last, step):
+        yield ((start, min(start + step, last)), *rest)
+
+
+def _within(box: Sequence[tuple[int, int]], outer: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return a box as counted from the first element of `outer`."""
+    return [(start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, outer, strict=True)]
+
+
+def _size(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)

@@ -16,8 +16,12 @@ from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.engine.run_groups import Groups, Wishes
 from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer
 from lightning_mm5d.expert_parallel.expert_lookup import LISTS, ExpertParallelPlan, Found, find_plans
-from lightning_mm5d.features.shared_experts.expert_adapters import adapters_around, check_adapters, factors_of
-from lightning_mm5d.features.shared_experts.held_experts import ExpertGroups
+from lightning_mm5d.features.shared_experts.held_experts import (
+    ExpertGroups,
+    adapters_around,
+    check_adapters,
+    factors_of,
+)
 from lightning_mm5d.features.shared_experts.shared_experts import SharedExperts
 from lightning_mm5d.features.shared_experts.token_exchange import TokenGroup
 from lightning_mm5d.partition import Partition
@@ -47,7 +51,7 @@ def find_experts(root: nn.Module, partition: Partition, modalities: Mapping[str,
     order = {path: place for place, (path, _) in enumerate(root.named_modules())}
     for one in plans:
         names = [name for name, _ in _inside(root, one.path).named_parameters(one.path)]
-        for modality in _users(partition, names) & degrees.keys():
+        for modality in partition.users(*names) & degrees.keys():
             _check_users(partition, names, one, modality, degrees[modality])
             if one.path not in order:
                 rule = f"The experts of {one.called} are those of another layer too, and a plan is for one layer's own"
@@ -56,7 +60,7 @@ def find_experts(root: nn.Module, partition: Partition, modalities: Mapping[str,
             found[one.path] = _layer(root, one, modality, modalities[modality])
     for path in unknown:
         names = [name for name, _ in root.get_submodule(path).named_parameters(path)]
-        for modality in _users(partition, names) & degrees.keys():
+        for modality in partition.users(*names) & degrees.keys():
             cls = type(root.get_submodule(path)).__name__
             raise ConfigError(
                 f"modalities.{modality}.ep_size",
@@ -127,12 +131,8 @@ def _inside(root: nn.Module, path: str) -> nn.Module:
         raise ConfigError("register_expert_parallel_plan", path, rule, "Name the module in `experts`") from None
 
 
-def _users(partition: Partition, names: Sequence[str]) -> set[str]:
-    return {stage.modality for name in names for stage in partition.owners.get(name, ())}
-
-
 def _check_users(partition: Partition, names: Sequence[str], one: Found, modality: str, degree: int) -> None:
-    users = sorted(_users(partition, names))
+    users = sorted(partition.users(*names))
     if len(users) > 1:
         rule = f"{one.path} is used by {one_of(users).replace(' or ', ' and ')}, and experts are of one modality"
         raise ConfigError(f"modalities.{modality}.ep_size", degree, rule, "Use ep_size=1")

@@ -27,8 +27,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.random_state import torch_states
 from lightning_mm5d.expert_parallel.expert_layer import Context, ExpertLayer, Load, Products, Showing
-from lightning_mm5d.features.shared_experts.expert_adapters import Adapters, adapters_around
-from lightning_mm5d.features.shared_experts.held_experts import ExpertGroups, HeldExperts
+from lightning_mm5d.features.shared_experts.held_experts import Adapters, ExpertGroups, HeldExperts, adapters_around
 from lightning_mm5d.features.shared_experts.token_exchange import (
     BACKWARD,
     DTYPES,
@@ -50,14 +49,13 @@ from lightning_mm5d.features.shared_experts.token_exchange import (
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.sharded.collectives import gather, scatter
 from lightning_mm5d.sharded.removable import Removable
-from lightning_mm5d.sharded.tensor import Sharded
+from lightning_mm5d.sharded.tensor import Sharded, functions_named
 from lightning_mm5d.sharded.torch_internals import as_plain_tensors, in_checkpoint, unobserved
 
 _make_wrapper = private(Tensor, "_make_wrapper_subclass")
-_TOLD: set[Any] = {
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda")),
-}
+_TOLD = frozenset(
+    functions_named("size dim numel is_floating_point __len__ shape dtype device ndim layout is_cuda", Tensor)
+)
 _SHAPED: set[Any] = {Tensor.view, Tensor.reshape, torch.reshape}
 
 

@@ -61,7 +61,6 @@ class TimeUnit:
 
 SECONDS = TimeUnit("ms", "milliseconds", 1e3)
 """Of durations in seconds; they are shown in milliseconds."""
-MILLISECONDS = TimeUnit("ms", "milliseconds")
 WORK = TimeUnit("units", "units of work (multiply-adds per token)")
 COSTS = TimeUnit("units", "units of the given costs")
 
@@ -90,7 +89,6 @@ def draw(
     *,
     names: Mapping[int, str] | None = None,
     title: str | None = None,
-    transparent: bool = False,
     unit: TimeUnit = COSTS,
 ) -> None:
     """Draw a row per rank: a hue per modality, forwards light, backwards dark, idle time grey.
@@ -106,7 +104,6 @@ def draw(
         path: the picture; its suffix (``.png``, ``.svg``, ``.pdf``) is its format.
         names: labels of ranks; by default the rank's number and its stages.
         title: a line above the chart.
-        transparent: leave out the white background.
         unit: of the simulation's times.
 
     Raises:
@@ -134,7 +131,7 @@ def draw(
     for row, rank in enumerate(ranks):
         spans = [span for span in simulation.spans if span.rank == rank]
         _bars(axes, simulation, spans, row, points_per_unit)
-    figure.savefig(path, dpi=160, transparent=transparent)
+    figure.savefig(path, dpi=160)
 
 
 def chrome_trace(

@@ -199,7 +199,7 @@ class _Estimate:
         states: StateBytes | None = StateBytes(0, 0, False)
         if name in step.trained:
             states = None if step.states is None else step.states.of(name, own_shape, dtype)
-        users = {key.modality for key in plan.partition.owners[name]}
+        users = plan.partition.users(name)
         offloads = frozenset(kind for user in users for kind in plan.modalities[user].offloads)
         if len(users) > 1 or parameter.requires_grad:
             offloads -= {"parameters"}

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_mm5d.engine.bridge import Bridge
 from lightning_mm5d.engine.run_groups import Groups
 from lightning_mm5d.engine.transport import Transport
-from lightning_mm5d.features.compressed_communication.encoding import CompressedEncoding
+from lightning_mm5d.features.compressed_communication.encoding import Compression
 from ranks import run_ranks
 
 PAIRS: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
@@ -44,7 +44,7 @@ def on_ranks(rank: int) -> list[float]:
         for sources, targets in PAIRS:
             group = groups.get(targets) if len(targets) > 1 else None
             sent = []
-            for compression in (None, CompressedEncoding(wire)):
+            for compression in (None, Compression(wire)):
                 way = Bridge(
                     transport,
                     rank=rank,
@@ -65,7 +65,7 @@ def on_ranks(rank: int) -> list[float]:
                     assert meta == [1, 2]
                     is_exact = compression is None or set(targets) <= set(sources)
                     for got, tensor in zip(tensors, payload(targets.index(rank) if own else 0), strict=True):
-                        expected = tensor if is_exact else CompressedEncoding(wire).rounded(tensor)
+                        expected = tensor if is_exact else Compression(wire).rounded(tensor)
                         assert got.dtype == tensor.dtype
                         assert torch.equal(got, expected)
                 transport.flush()

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mm5d.features.compressed_communication.encoding import (
-    CompressedEncoding,
     CompressedGather,
     CompressedScatter,
     CompressedSum,
@@ -57,7 +56,7 @@ def as_tensor_parallel(rank: int, wire: str) -> dict[str, Any]:
     """Of each collective of a tensor parallel group: its result, the exact one, and the share of its bytes."""
     group = dist.group.WORLD
     assert group is not None
-    ranks, exact = CompressedEncoding(getattr(torch, wire)).group(group), TensorGroup(group)
+    ranks, exact = Compression(getattr(torch, wire)).group(group), TensorGroup(group)
     x = values(rank, 60_000).view(100, 60, 10)[:, ::2].transpose(0, 2)  # of any strides
     lengths, found = [4, 5, 1], {}
     calls: dict[str, Callable[[TensorGroup], Tensor]] = {

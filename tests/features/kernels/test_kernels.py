@@ -19,7 +19,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from compare import assert_equal_to_one_process, tolerance
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.features.kernels.chosen_kernels import is_gated_unit, rms_norm
+from lightning_mm5d.features.kernels.feature import epsilon_of_rms_norm, is_gated_unit
 from parity.harness import fit, strategy
 from ranks import call_ranks
 from zoo import CASES
@@ -102,8 +102,8 @@ def test_kernels_equal_one_process_without_them(which: str, tmp_path: Path) -> N
 
 
 def test_a_module_is_known_by_its_code() -> None:
-    assert [rms_norm(cls) for cls in (LlamaRMSNorm, Qwen3RMSNorm)] == [("variance_epsilon",)] * 2
-    assert [rms_norm(cls) for cls in (Gemma2RMSNorm, T5LayerNorm, nn.LayerNorm, LlamaMLP)] == [None] * 4
+    assert [epsilon_of_rms_norm(cls) for cls in (LlamaRMSNorm, Qwen3RMSNorm)] == ["variance_epsilon"] * 2
+    assert [epsilon_of_rms_norm(cls) for cls in (Gemma2RMSNorm, T5LayerNorm, nn.LayerNorm, LlamaMLP)] == [None] * 4
     assert is_gated_unit(LlamaMLP)
     assert not is_gated_unit(LlamaRMSNorm)
 

@@ -11,7 +11,7 @@ import torch
 from features.toys import PIPE, SHARED, TWINS, Layout, Run, Toy, assert_same, figures, outcomes, weights
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.features.offload import feature, host_memory, offloaded_states
+from lightning_mm5d.features.offload import feature, host_memory
 from lightning_mm5d.features.offload.fields import check
 from lightning_mm5d.features.offload.host_memory import HostMemory, Stored
 
@@ -97,7 +97,7 @@ def moved(run: Run) -> int:
 
 @pytest.fixture
 def emptied(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host_memory, offloaded_states):
+    for module in (host_memory, feature):
         monkeypatch.setattr(module, "SMALLEST", 16)
     monkeypatch.setattr("lightning_mm5d.features.offload.feature.HostMemory", Emptied)
 

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from lightning_mm5d import Modality
+from lightning_mm5d.features.offload.feature import OffloadedStates
 from lightning_mm5d.features.offload.host_memory import HostMemory
-from lightning_mm5d.features.offload.offloaded_states import OffloadedStates
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule.stage_key import StageKey
 
 LAYERS, BYTES = 6, 32 * 32 * 4
 
@@ -24,9 +23,8 @@ class Own(torch.optim.AdamW):
 
 
 def states(module: nn.Module, bucket_bytes: int) -> OffloadedStates:
-    owners = {name: (StageKey("language", 0),) for name, _ in module.named_parameters()}
     plan = SimpleNamespace(
-        modalities={"language": Modality(offload="optimizer")}, partition=SimpleNamespace(owners=owners)
+        modalities={"language": Modality(offload="optimizer")}, partition=SimpleNamespace(users=lambda _: {"language"})
     )
     return OffloadedStates(module, cast(Plan, plan), HostMemory(torch.device("cpu")), bucket_bytes)
 

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mm5d.features.recomputation import feature as recompute
 from lightning_mm5d.sharded import kept_results
+from lightning_mm5d.sharded.torch_internals import in_backward, in_checkpoint, number_of_backward
 
 NAMES: list[tuple[ModuleType, Any, str]] = [
     (recompute, torch._C._autograd, "_top_saved_tensors_default_hooks"),
-    (recompute, torch._C, "_current_graph_task_id"),
     (kept_results, checkpoint, "_detach_helper" if hasattr(checkpoint, "_detach_helper") else "_maybe_detach"),
     (kept_results, checkpoint, "SAC_IGNORED_OPS"),
     (kept_results, _python_dispatch, "_disable_current_modes"),
@@ -41,7 +41,7 @@ def test_the_hooks_are_those_of_the_checkpoint_around() -> None:
     seen: list[bool] = []
 
     def layer(x: Tensor) -> Tensor:
-        seen.append(recompute._is_checkpointed())
+        seen.append(in_backward() or in_checkpoint())
         return x.sin()
 
     x = torch.ones(2, requires_grad=True)
@@ -54,9 +54,9 @@ def test_the_hooks_are_those_of_the_checkpoint_around() -> None:
 def test_a_backward_has_a_number_and_other_code_has_none() -> None:
     seen: list[int] = []
     x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda _: seen.append(recompute._graph_task()))
+    x.register_hook(lambda _: seen.append(number_of_backward()))
     x.sum().backward()
-    assert recompute._graph_task() == -1 != seen[0]
+    assert number_of_backward() == -1 != seen[0]
 
 
 def test_modes_are_those_that_are_entered_and_can_be_left_out() -> None:

@@ -11,8 +11,7 @@ import torch
 from features.toys import LANGUAGE, PIPE, TWINS, VISION, Layout, Toy
 from layouts import build
 from lightning_mm5d import Modality
-from lightning_mm5d.features.sharded_checkpoints.own_shards import OwnShards
-from lightning_mm5d.features.sharded_checkpoints.stored_tensors import Saved, pieces_of
+from lightning_mm5d.features.sharded_checkpoints.own_shards import OwnShards, Saved, pieces_of
 from lightning_mm5d.plan.plan import Plan
 
 DP = Layout({"vision": Modality(colocate_with="language", **VISION), "language": Modality(**LANGUAGE)}, 4, 4)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mm5d.features.sharded_checkpoints.saved_state import SavedOptimizerState, SavedWeights
+from lightning_mm5d.features.sharded_checkpoints.sharded_load import SavedOptimizerState, SavedWeights
 from lightning_mm5d.storage.files import StateDictSource
 
 

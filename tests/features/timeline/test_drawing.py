@@ -52,7 +52,7 @@ def test_picture_names_ranks_modalities_and_bubbles(simulation: Simulation, tmp_
 
 
 def test_suffix_decides_on_the_format(simulation: Simulation, tmp_path: Path) -> None:
-    draw(simulation, tmp_path / "plan.png", transparent=True)
+    draw(simulation, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
