@@ -135,12 +135,17 @@ def draw(
 
 
 def chrome_trace(
-    simulation: Simulation, path: str | PathLike[str], *, names: Mapping[int, str] | None = None, unit: TimeUnit = COSTS
+    simulation: Simulation,
+    path: str | PathLike[str],
+    *,
+    names: Mapping[int, str] | None = None,
+    unit: TimeUnit = COSTS,
+    about: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the simulation as JSON in the Trace Event Format, which Perfetto and chrome://tracing open.
 
     A thread per rank. These viewers show seconds only, so a relative unit is written as a millisecond, which the name
-    of the process and ``otherData`` say. `names` are labels of ranks, as in `draw`.
+    of the process and ``otherData`` say. `names` are labels of ranks, as in `draw`; `about` is added to ``otherData``.
     """
     labels = {rank: _label(simulation, rank) for rank in simulation.busy} | dict(names or {})
     unit = unit.fitted(simulation.makespan)
@@ -167,7 +172,7 @@ def chrome_trace(
                 "args": {"stage": action.stage, "microbatch": action.microbatch},
             }
         )
-    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"unit of time": shown}}
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"unit of time": shown, **(about or {})}}
     Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
 

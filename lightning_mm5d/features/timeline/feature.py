@@ -97,7 +97,10 @@ def write_timeline(path: str, recorder: Recorder, running: Running) -> None:
         for which, label in enumerate((", ".join(plan.topology.stages_of(lead)), "simulated"))
     }
     try:
-        (chrome_trace if path.endswith(".json") else draw)(both, path, names=names, unit=SECONDS)
+        if path.endswith(".json"):
+            chrome_trace(both, path, names=names, unit=SECONDS, about={"num_microbatches": recorder.count})
+        else:
+            draw(both, path, names=names, unit=SECONDS)
     except (OSError, ValueError) as error:
         rank_zero_warn(f"timeline: {path} cannot be written: {error}")
 

@@ -318,7 +318,7 @@ class MeasuredRun(NamedTuple):
         path: of the file.
         seconds: from its first action to the end of its last one, over all ranks.
         stages: seconds of forward and backward of one microbatch, for each stage; medians over microbatches and ranks.
-        microbatches: of the step, over all replicas.
+        microbatches: of each replica, M.
     """
 
     path: Path
@@ -334,7 +334,8 @@ def read_run(path: Path) -> MeasuredRun:
         ConfigError: it is another file, or cannot be read.
     """
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        content = json.loads(path.read_text(encoding="utf-8"))
+        events, microbatches = content["traceEvents"], content["otherData"]["num_microbatches"]
         labels = {one["tid"]: str(one["args"]["name"]) for one in events if one["name"] == "thread_name"}
         simulated = {row for row, label in labels.items() if label.endswith("simulated")}
         actions = [one for one in events if one["ph"] == "X" and one["tid"] not in simulated]
@@ -343,7 +344,6 @@ def read_run(path: Path) -> MeasuredRun:
             times.setdefault(one["args"]["stage"], {}).setdefault(one["cat"], []).append(float(one["dur"]) / 1e6)
         ends = [float(one["ts"]) + float(one["dur"]) for one in actions]
         seconds = (max(ends) - min(float(one["ts"]) for one in actions)) / 1e6
-        microbatches = {one["args"]["microbatch"] for one in actions}
     except OSError as error:
         raise ConfigError(_OPTION, str(path), f"It cannot be read: {error.strerror}", "Name a readable file") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -351,7 +351,7 @@ def read_run(path: Path) -> MeasuredRun:
     if not simulated or not seconds > 0:
         raise _other_file(path)
     stages = {stage: sum(map(statistics.median, kinds.values())) for stage, kinds in times.items()}
-    return MeasuredRun(path, seconds, stages, len(microbatches))
+    return MeasuredRun(path, seconds, stages, microbatches)
 
 
 def _other_file(path: Path) -> ConfigError:
@@ -375,8 +375,8 @@ def measured_scales(run: MeasuredRun, plan: Plan | None, costs: LayoutCosts) -> 
         raise ConfigError(_OPTION, str(run.path), rule, "Leave dp_size unset, or name as many ranks as the run had")
     stages = sorted(plan.topology.members)
     count = costs.step.num_microbatches
-    if run.microbatches % count:
-        rule = f"It has {run.microbatches} microbatches, and the configuration {count} for each replica"
+    if run.microbatches != count:
+        rule = f"Its replicas have {run.microbatches} microbatches, and those of the configuration {count}"
         raise ConfigError(_OPTION, str(run.path), rule, "Give the configuration of that run")
     if sorted(run.stages) != stages:
         rule = f"It has the stages {', '.join(sorted(run.stages))}, and the configuration {', '.join(stages)}"

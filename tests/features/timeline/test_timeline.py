@@ -51,6 +51,7 @@ def test_measured_and_simulated_run_the_same_actions_in_the_same_order(schedule:
     forwards = [span for spans in found.values() for span in spans if span["cat"] == "forward"]
     stages = 5 if schedule == "zbv" else 3
     assert len(forwards) == 2 * stages * M
+    assert json.loads((tmp_path / "run.json").read_text())["otherData"]["num_microbatches"] == M
     assert any(span["cat"] == "weight gradient" for spans in found.values() for span in spans) == (schedule == "zbv")
 
 

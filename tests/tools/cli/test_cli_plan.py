@@ -107,7 +107,7 @@ def timeline(path: Path, stages: dict[str, float], microbatches: int, *, simulat
                 start, took = 3 * number + part - 1, part * seconds * factor
                 at = {"ph": "X", "tid": row, "ts": start * seconds * factor, "dur": took, "cat": kind, "name": kind}
                 events.append({**at, "args": {"stage": stage, "microbatch": number}})
-    path.write_text(json.dumps({"traceEvents": events}))
+    path.write_text(json.dumps({"traceEvents": events, "otherData": {"num_microbatches": microbatches}}))
     return str(path)
 
 
@@ -132,7 +132,8 @@ def test_it_plans_with_the_costs_of_a_run(plan: Plan, tmp_path: Path) -> None:
     [
         (STAGES, 4, False, "no timeline of a run"),
         ({}, 4, True, "no timeline of a run"),
-        (STAGES, 3, True, "3 microbatches, and the configuration 4"),
+        (STAGES, 3, True, "3 microbatches, and those of the configuration 4"),
+        (STAGES, 8, True, "8 microbatches, and those of the configuration 4"),
         ({**STAGES, "language.2": 0.1}, 4, True, "language.2, vision.0, and the configuration"),
     ],
 )
