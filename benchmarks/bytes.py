@@ -52,7 +52,7 @@ def _copies(tensor: Tensor, src: int, group: Any) -> int:
 def train(turns: Turns, rank: int) -> float:
     """Returns the bytes that this rank sent."""
     language = Modality(module=LANGUAGE.module, pp_size=PP_SIZE)
-    strategy = MultimodalStrategy({"vision": VISION, "language": language}, num_microbatches=MICROBATCHES)
+    strategy = MultimodalStrategy({"vision": VISION, "language": language}, batching={"num_microbatches": MICROBATCHES})
     counter = Counter()
     fit(VisionLanguage(2, 2), loader(STEPS, BATCH), strategy, 1 + PP_SIZE, counter)
     return counter.sent

@@ -61,12 +61,12 @@ def samples() -> list[dict[str, torch.Tensor]]:
 
 def times(folder: str | None) -> list[float]:
     """Return the CPU seconds of each epoch."""
-    vision = Modality(colocate_with="language", cache_features=folder)
+    vision = Modality(colocate_with="language", memory={"cache_features": folder})
     module = Captions()
     trainer = L.Trainer(
         accelerator="cpu", devices=1, max_epochs=EPOCHS, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
-        strategy=MultimodalStrategy({"vision": vision, "language": Modality()}, num_microbatches=2),
+        strategy=MultimodalStrategy({"vision": vision, "language": Modality()}, batching={"num_microbatches": 2}),
     )  # fmt: skip
     trainer.fit(module, DataLoader(samples(), batch_size=IMAGES, shuffle=True))  # type: ignore[arg-type]
     return module.times

@@ -89,7 +89,7 @@ def train(turns: Turns, rank: int, strategy: Any, world: int) -> list[float]:
 
 def time() -> None:
     for mode in MODES:
-        strategy = MultimodalStrategy({"language": Modality(cp_size=2, cp_mode=mode)})
+        strategy = MultimodalStrategy({"language": Modality(cp_size=2, context={"cp_mode": mode})})
         one, two = race(
             Side(1, partial(train, strategy="auto", world=1)),
             Side(2, partial(train, strategy=strategy, world=2)),

@@ -61,7 +61,9 @@ class Saved(L.LightningModule):
 
 def save(build: Callable[[], Any], path: Path) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    strategy = MultimodalStrategy({"language": Modality(pp_size=2)}, num_microbatches=2, checkpoint="sharded")
+    strategy = MultimodalStrategy(
+        {"language": Modality(pp_size=2)}, batching={"num_microbatches": 2}, checkpoint="sharded"
+    )
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,

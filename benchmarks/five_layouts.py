@@ -79,7 +79,7 @@ def train(turns: Turns, layout: Layout | None, *others: Callback) -> list[float]
     else:
         module = Llava()
         modalities = {"vision": layout.vision, "language": layout.language}
-        strategy = MultimodalStrategy(modalities, schedule="1f1b", num_microbatches=MICROBATCHES)
+        strategy = MultimodalStrategy(modalities, schedule="1f1b", batching={"num_microbatches": MICROBATCHES})
         fit(module, loader, strategy, layout.world, *callbacks)
     return module.losses
 

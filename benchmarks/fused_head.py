@@ -68,8 +68,8 @@ def train(turns: Turns, layout: dict[str, Any], *, fused: bool, counts: bool) ->
     module = Llama(device)
     tokens = torch.randint(CONFIG["vocab_size"], (3 if counts else STEPS, BATCH, TOKENS))
     loader = DataLoader([{"input_ids": one, "labels": one} for one in tokens], batch_size=None)
-    modalities = {"language": Modality(fused_linear_cross_entropy=fused, **layout)}
-    strategy = MultimodalStrategy(modalities, num_microbatches=MICROBATCHES)
+    modalities = {"language": Modality(compute={"fused_linear_cross_entropy": fused}, **layout)}
+    strategy = MultimodalStrategy(modalities, batching={"num_microbatches": MICROBATCHES})
     ranks = max([1, *layout.values()])
     if device is None:
         fit(module, loader, strategy, ranks, turns)

@@ -229,8 +229,8 @@ def side(case: Case, together: int, bandwidth: float | None) -> Side:
     def train(turn: Turns, rank: int) -> tuple[float, set[str]]:
         link = Link(bandwidth)
         sent = Sent(link)
-        language = Modality(**case.fields, interleaved_microbatches=together)
-        chosen = MultimodalStrategy({"language": language}, num_microbatches=MICROBATCHES)
+        language = Modality(**case.fields, pipeline={"interleaved_microbatches": together})
+        chosen = MultimodalStrategy({"language": language}, batching={"num_microbatches": MICROBATCHES})
         fit(case.module(), case.loader(rank), chosen, RANKS, turn, sent)
         return sent.bytes[-1] - sent.bytes[-2], link.threads
 
@@ -268,7 +268,7 @@ def compare(case: Case, share: float) -> None:
 
 def compare_rings(name: str, share: float) -> None:
     """Print how long steps are with shards in rings and with shards that are gathered at once."""
-    fields = {"tp_size": RANKS, "sequence_parallel": True}
+    fields = {"tp_size": RANKS, "tensor": {"sequence_parallel": True}}
     gathered, ring = (Case(name, {**fields, "sequence_parallel": way}, RINGS[name], texts) for way in (True, "ring"))
     (alone,) = race_all([side(gathered, 1, None)], STEPS)
     nbytes = alone.results[0][0]

@@ -61,27 +61,41 @@ CASES = {
     "zero_bubble, 2 stages": Case(2, {"colocate_with": "language.0"}, {"pp_size": 2}, 4, "zero_bubble"),
     "language tp 2": Case(3, {}, {"tp_size": 2}),
     "2 replicas": Case(2, BESIDE, {}),
-    "zero_stage 1": Case(2, BESIDE | {"zero_stage": 1}, {"zero_stage": 1}),
-    "zero_stage 2": Case(2, BESIDE | {"zero_stage": 2}, {"zero_stage": 2}),
-    "zero_stage 3": Case(2, BESIDE | {"zero_stage": 3}, {"zero_stage": 3}),
+    "zero_stage 1": Case(2, BESIDE | {"sharding": {"zero_stage": 1}}, {"sharding": {"zero_stage": 1}}),
+    "zero_stage 2": Case(2, BESIDE | {"sharding": {"zero_stage": 2}}, {"sharding": {"zero_stage": 2}}),
+    "zero_stage 3": Case(2, BESIDE | {"sharding": {"zero_stage": 3}}, {"sharding": {"zero_stage": 3}}),
     "zero_stage 3, resharded": Case(
         2,
-        BESIDE | {"zero_stage": 3, "reshard_after_forward": True},
-        {"zero_stage": 3, "reshard_after_forward": True},
+        BESIDE | {"sharding": {"zero_stage": 3, "reshard_after_forward": True}},
+        {"sharding": {"zero_stage": 3, "reshard_after_forward": True}},
     ),
     "frozen encoder | language": Case(2, {}, {}, frozen=True),
-    "recomputed": Case(2, {"activation_checkpointing": "full"}, {"activation_checkpointing": "full"}, 4, "gpipe"),
-    "recomputed by operation": Case(
-        2, {"activation_checkpointing": "selective"}, {"activation_checkpointing": "selective"}, 4, "gpipe"
+    "recomputed": Case(
+        2,
+        {"memory": {"activation_checkpointing": "full"}},
+        {"memory": {"activation_checkpointing": "full"}},
+        4,
+        "gpipe",
     ),
-    "activations offloaded": Case(2, {"offload": ["activations"]}, {"offload": ["activations"]}, 4, "gpipe"),
-    "states offloaded": Case(2, {"offload": ["optimizer"]}, {"offload": ["optimizer"]}),
+    "recomputed by operation": Case(
+        2,
+        {"memory": {"activation_checkpointing": "selective"}},
+        {"memory": {"activation_checkpointing": "selective"}},
+        4,
+        "gpipe",
+    ),
+    "activations offloaded": Case(
+        2, {"memory": {"offload": ["activations"]}}, {"memory": {"offload": ["activations"]}}, 4, "gpipe"
+    ),
+    "states offloaded": Case(2, {"memory": {"offload": ["optimizer"]}}, {"memory": {"offload": ["optimizer"]}}),
 }
 
 
 def strategy(case: Case, encoder: str) -> MultimodalStrategy:
     modalities = {encoder: Modality(**case.encoder), "language": Modality(**case.language)}
-    return MultimodalStrategy(modalities=modalities, num_microbatches=case.microbatches, schedule=case.schedule)
+    return MultimodalStrategy(
+        modalities=modalities, batching={"num_microbatches": case.microbatches}, schedule=case.schedule
+    )
 
 
 def estimated(model: str, case: Case) -> list[RankMemory]:

@@ -119,16 +119,18 @@ def peak(schedule: str, offload: list[str]) -> list[int]:
             module="encoder",
             boundary="encoder",
             colocate_with="language.0",
-            offload=["parameters"] if "parameters" in offload else None,
+            memory={"offload": ["parameters"] if "parameters" in offload else None},
         ),
-        "language": Modality(module="decoder", pp_size=2, offload=stays or None),
+        "language": Modality(module="decoder", pp_size=2, memory={"offload": stays or None}),
     }
 
     def train(turns: Any, rank: int) -> int:
         feature.HostMemory = Host  # type: ignore[misc]
         model = Model()
         DEVICE.count([*model.parameters()])
-        strategy = MultimodalStrategy(modalities, schedule=schedule, num_microbatches=MICROBATCHES, bucket_bytes=2**20)
+        strategy = MultimodalStrategy(
+            modalities, schedule=schedule, batching={"num_microbatches": MICROBATCHES}, launch={"bucket_bytes": 2**20}
+        )
         with DEVICE:
             fit(model, DataLoader([torch.randn(MICROBATCHES, TOKENS, WIDTH)] * 3, batch_size=None), strategy, 2)
         return model.peaks[1]

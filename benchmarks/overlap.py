@@ -68,7 +68,7 @@ def train(_: Turns, rank: int) -> dict[str, list[float]]:
     """Returns the seconds of this rank by kind."""
     module = Timed()
     with patch.object(Optimization, "synced", _by_kind):
-        fit(module, loader(STEPS, BATCH, seed=rank), MultimodalStrategy(bucket_bytes=BUCKET_BYTES), WORLD)
+        fit(module, loader(STEPS, BATCH, seed=rank), MultimodalStrategy(launch={"bucket_bytes": BUCKET_BYTES}), WORLD)
     return module.seconds
 
 

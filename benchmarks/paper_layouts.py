@@ -27,7 +27,8 @@ from itertools import accumulate, pairwise, product
 from paper_models import Model
 from placement_search import search
 
-from lightning_mm5d.config.modality import Modality, PipelineTemplate
+from lightning_mm5d.config.groups import PipelineTemplate, with_fields
+from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.features.auto_schedule.schedules import lower_bound
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import Encoder, Partition, StageCut, Unit, balance, stage_costs, step_costs
@@ -91,7 +92,7 @@ def plan_of(model: Model, modalities: dict[str, Modality], ranks: Ranks, *, v_sh
     stages: dict[str, tuple[StageCut, ...]] = {}
     units: dict[str, tuple[Unit, ...]] = {}
     for name, modality in modalities.items():
-        row, template = model.rows[name], modality.pipeline_template
+        row, template = model.rows[name], modality.pipeline.pipeline_template
         sizes = [int(size) for size in template.stages or ()] if template else [len(row) - 2]
         ends = [0, *accumulate(sizes)]
         stages[name] = tuple(StageCut(name, index, *span) for index, span in enumerate(pairwise(ends)))
@@ -220,7 +221,7 @@ def ours(model: Model, ranks: Ranks) -> Iterator[Placed]:
             if layout == "search" and chunks == 1:
                 modalities = {**colocated, language: found[language]}
             else:
-                modalities = {**colocated, language: replace(_pipeline(sizes), pp_size=own, pp_chunks=chunks)}
+                modalities = {**colocated, language: with_fields(_pipeline(sizes), pp_size=own, pp_chunks=chunks)}
             plan = plan_of(model, modalities, ranks, v_shaped=v_shaped)
             yield placed(f"{layout}, {'V' if v_shaped else chunks}", model, plan, ranks)
 
@@ -243,7 +244,7 @@ def shortest(layouts: Sequence[Placed], schedules: Iterable[str], transfer_cost:
 def _pipeline(sizes: list[int]) -> Modality:
     if len(sizes) == 1:
         return Modality()
-    return Modality(pp_size=len(sizes), pipeline_template=PipelineTemplate(stages=sizes))
+    return Modality(pp_size=len(sizes), pipeline={"pipeline_template": PipelineTemplate(stages=sizes)})
 
 
 def _any_trained(model: Model, names: Sequence[str], trained: frozenset[str]) -> bool:

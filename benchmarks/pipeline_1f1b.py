@@ -18,7 +18,7 @@ VISION_LAYERS, LANGUAGE_LAYERS = 9, 3  # about as long a step on both ranks
 def train_with_strategy(turns: Turns, rank: int) -> list[float]:
     """Returns the losses."""
     module = VisionLanguage(VISION_LAYERS, LANGUAGE_LAYERS)
-    strategy = MultimodalStrategy({"vision": VISION, "language": LANGUAGE}, num_microbatches=MICROBATCHES)
+    strategy = MultimodalStrategy({"vision": VISION, "language": LANGUAGE}, batching={"num_microbatches": MICROBATCHES})
     fit(module, loader(STEPS, BATCH), strategy, 2, turns)
     return module.losses
 

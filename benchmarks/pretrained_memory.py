@@ -127,7 +127,7 @@ def validate(module: Measured, modalities: dict[str, Modality]) -> dict[str, flo
     tokens[:, 1 : 1 + FEATURES] = IMAGE_ID
     batch = {"input_ids": tokens, "labels": tokens, "pixel_values": torch.randn(2, 3, 56, 56)}
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    strategy = MultimodalStrategy(modalities=modalities, num_microbatches=2, checkpoint="sharded")
+    strategy = MultimodalStrategy(modalities=modalities, batching={"num_microbatches": 2}, checkpoint="sharded")
     trainer = L.Trainer(
         accelerator="cpu", devices=WORLD, strategy=strategy, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,

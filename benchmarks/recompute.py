@@ -79,8 +79,8 @@ def train(turns: Turns, stages: int, said: Any, *, counts: bool) -> tuple[list[f
     module = Llama(device)
     tokens = torch.randint(CONFIG["vocab_size"], (3 if counts else STEPS, BATCH, TOKENS))
     loader = DataLoader([{"input_ids": one, "labels": one} for one in tokens], batch_size=None)
-    modalities = {"language": Modality(pp_size=stages, activation_checkpointing=said)}
-    strategy = MultimodalStrategy(modalities, num_microbatches=MICROBATCHES)
+    modalities = {"language": Modality(pp_size=stages, memory={"activation_checkpointing": said})}
+    strategy = MultimodalStrategy(modalities, batching={"num_microbatches": MICROBATCHES})
     if device is None:
         fit(module, loader, strategy, stages, turns)
         return module.losses, 0

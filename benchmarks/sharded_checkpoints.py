@@ -101,8 +101,7 @@ def job(arguments: argparse.Namespace) -> None:
     model, measure = Model(arguments.megabytes), Measure(Path(arguments.folder))
     strategy = MultimodalStrategy(
         {"model": Modality(**LAYOUTS[arguments.layout])},
-        checkpoint="sharded",
-        async_checkpoint=arguments.asynchronous,
+        checkpoint={"checkpoint_format": "sharded", "async_checkpoint": arguments.asynchronous},
     )
     trainer = L.Trainer(
         accelerator="cpu",

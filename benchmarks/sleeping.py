@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from turns import Side, Turns, fit, row, run
 
 from lightning_mm5d import Modality, MultimodalStrategy
+from lightning_mm5d.config.groups import with_fields
 from lightning_mm5d.engine import engine
 from lightning_mm5d.schedule import SCHEDULES, Graph, build, simulate
 from lightning_mm5d.stage import Deferred
@@ -133,8 +134,8 @@ def measure(
             name: Modality(module=name, boundary=None if name == "language" else name, pp_size=ranks)
             for name, (_, ranks) in towers.items()
         }
-        modalities["language"] = dataclasses.replace(modalities["language"], pp_chunks=chunks)
-        strategy = MultimodalStrategy(modalities, schedule=schedule, num_microbatches=MICROBATCHES)
+        modalities["language"] = with_fields(modalities["language"], pp_chunks=chunks)
+        strategy = MultimodalStrategy(modalities, schedule=schedule, batching={"num_microbatches": MICROBATCHES})
         module, clock = Sleepers({name: layers for name, (layers, _) in towers.items()}), Clock()
         samples = TensorDataset(torch.randn(STEPS * MICROBATCHES, TOKENS, WIDTH))
         fit(module, DataLoader(samples, batch_size=MICROBATCHES), strategy, world, clock)

@@ -59,13 +59,16 @@ class Bytes(NamedTuple):
 
 def modes(ranks: int) -> list[Modality]:
     """Return the modes that have a grid of so many ranks."""
-    given = [Modality(tp_size=ranks, tp_mode=mode) for mode in ("1d", "2d", "3d")]
-    given.insert(2, Modality(tp_size=ranks, tp_mode="2.5d", tp_depth=DEPTHS.get(ranks, 1)))
+    given = [Modality(tp_size=ranks, tensor={"tp_mode": mode}) for mode in ("1d", "2d", "3d")]
+    given.insert(2, Modality(tp_size=ranks, tensor={"tp_mode": "2.5d", "tp_depth": DEPTHS.get(ranks, 1)}))
     return [
         one
         for one in given
-        if one.tp_mode == "1d"
-        or (grid_side(one.tp_mode, ranks, one.tp_depth) > 1 and (one.tp_mode != "2.5d" or one.tp_depth > 1))
+        if one.tensor.tp_mode == "1d"
+        or (
+            grid_side(one.tensor.tp_mode, ranks, one.tensor.tp_depth) > 1
+            and (one.tensor.tp_mode != "2.5d" or one.tensor.tp_depth > 1)
+        )
     ]
 
 
@@ -166,7 +169,7 @@ def counted(ranks: int) -> list[list[Bytes]]:
     """
     found = []
     for modality in modes(ranks):
-        is_even = modality.tp_mode != "1d" or HEADS % ranks == 0
+        is_even = modality.tensor.tp_mode != "1d" or HEADS % ranks == 0
         one = []
         for rank in (0, ranks // 2, ranks - 1) if is_even else range(ranks):
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -186,8 +189,8 @@ def main(chosen: list[int], show: Callable[[str], object] = print) -> None:
             mean = Bytes(*(sum(one) / len(of_ranks) for one in zip(*of_ranks, strict=True)))
             pairs = zip(mean, expected(modality, whole), strict=True)
             cells = " | ".join(f"{got / 1e6:.2f} | {got / formula:.3f}" for got, formula in pairs)
-            depth = f", depth {modality.tp_depth}" * (modality.tp_mode == "2.5d")
-            show(f"| {ranks} | {modality.tp_mode}{depth} | {cells} |")
+            depth = f", depth {modality.tensor.tp_depth}" * (modality.tensor.tp_mode == "2.5d")
+            show(f"| {ranks} | {modality.tensor.tp_mode}{depth} | {cells} |")
             sys.stdout.flush()
 
 

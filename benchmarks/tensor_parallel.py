@@ -202,7 +202,8 @@ def by_hand() -> ModelParallelStrategy:
 def ours(sequence_parallel: bool = False) -> MultimodalStrategy:
     """All that a user of the strategy writes."""
     return MultimodalStrategy(
-        {"language": Modality(tp_size=RANKS, sequence_parallel=sequence_parallel)}, timeout=TIMEOUT
+        {"language": Modality(tp_size=RANKS, tensor={"sequence_parallel": sequence_parallel})},
+        launch={"timeout": TIMEOUT},
     )
 
 

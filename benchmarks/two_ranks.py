@@ -113,7 +113,7 @@ def main(names: list[str]) -> None:
     for name, (modalities, schedule) in LAYOUTS.items():
         if names and not any(part in name for part in names):
             continue
-        strategy = MultimodalStrategy(modalities, schedule=schedule, num_microbatches=MICROBATCHES)
+        strategy = MultimodalStrategy(modalities, schedule=schedule, batching={"num_microbatches": MICROBATCHES})
         one, two = race(
             Side(1, lambda turns, rank: train(turns, rank, None)),
             Side(2, lambda turns, rank, strategy=strategy: train(turns, rank, strategy)),

@@ -92,7 +92,7 @@ def train(turns: Turns, rank: int, module: Llama, strategy: Any) -> list[float]:
 
 def ours(**sharing: Any) -> Side:
     """A side under the strategy."""
-    modalities = {"language": Modality(**sharing)}
+    modalities = {"language": Modality(sharding=sharing)}
     return Side(WORLD, lambda turns, rank: train(turns, rank, Llama(), MultimodalStrategy(modalities)))
 
 

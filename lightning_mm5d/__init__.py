@@ -28,6 +28,19 @@ if TYPE_CHECKING:
         RemoteParameterError,
         WatchdogTimeoutError,
     )
+    from lightning_mm5d.config.groups import (
+        BatchingOptions,
+        CheckpointOptions,
+        CommunicationOptions,
+        ComputeOptions,
+        ContextOptions,
+        LaunchOptions,
+        MemoryOptions,
+        NumericsOptions,
+        PipelineOptions,
+        ShardingOptions,
+        TensorOptions,
+    )
     from lightning_mm5d.context_parallel.hooks.context_mask import multimodal_mask
     from lightning_mm5d.expert_parallel.expert_lookup import ExpertParallelPlan, register_expert_parallel_plan
     from lightning_mm5d.features.deferred_init.pretrained import from_pretrained
@@ -46,10 +59,17 @@ if TYPE_CHECKING:
     from lightning_mm5d.tensor_parallel.plan_lookup import register_tensor_parallel_plan
 
 __all__ = [
+    "BatchingOptions",
     "CheckpointCorruptError",
+    "CheckpointOptions",
     "CheckpointUntrustedError",
+    "CommunicationOptions",
+    "ComputeOptions",
     "ConfigError",
+    "ContextOptions",
     "ExpertParallelPlan",
+    "LaunchOptions",
+    "MemoryOptions",
     "Modality",
     "ModalityEncoder",
     "ModalityThroughput",
@@ -61,11 +81,15 @@ __all__ = [
     "MultimodalProcessor",
     "MultimodalStrategy",
     "NonFiniteError",
+    "NumericsOptions",
+    "PipelineOptions",
     "PipelineTemplate",
     "ProjectorConfig",
     "RankLostError",
     "RankMismatchError",
     "RemoteParameterError",
+    "ShardingOptions",
+    "TensorOptions",
     "TensorParallelPlan",
     "VocabularyShard",
     "WatchdogTimeoutError",
@@ -77,10 +101,17 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BatchingOptions": "config.groups",
     "CheckpointCorruptError": "config.errors",
+    "CheckpointOptions": "config.groups",
     "CheckpointUntrustedError": "config.errors",
+    "CommunicationOptions": "config.groups",
+    "ComputeOptions": "config.groups",
     "ConfigError": "config",
+    "ContextOptions": "config.groups",
     "ExpertParallelPlan": "expert_parallel.expert_lookup",
+    "LaunchOptions": "config.groups",
+    "MemoryOptions": "config.groups",
     "Modality": "config",
     "ModalityEncoder": "models.modality_encoder",
     "ModalityThroughput": "features.throughput.modality_throughput",
@@ -88,15 +119,19 @@ _HOMES = {
     "MultimodalConfig": "models.multimodal_config",
     "MultimodalDataModule": "recipes.data",
     "MultimodalModel": "models.multimodal_model",
-    "MultimodalProcessor": "models.processing",
     "MultimodalModule": "recipes.module",
+    "MultimodalProcessor": "models.processing",
     "MultimodalStrategy": "strategy",
     "NonFiniteError": "config.errors",
+    "NumericsOptions": "config.groups",
+    "PipelineOptions": "config.groups",
     "PipelineTemplate": "config",
     "ProjectorConfig": "models.projectors",
     "RankLostError": "config.errors",
     "RankMismatchError": "config.errors",
     "RemoteParameterError": "config.errors",
+    "ShardingOptions": "config.groups",
+    "TensorOptions": "config.groups",
     "TensorParallelPlan": "tensor_parallel.family_plans",
     "VocabularyShard": "sharded.vocabulary_shard",
     "WatchdogTimeoutError": "config.errors",
@@ -129,7 +164,7 @@ def _register(strategies: Any) -> None:
     about = "Data, tensor, pipeline, context and modality parallelism, set per modality"
     strategies.StrategyRegistry.register("mm5d", make, description=about, override=True)
     strategies.StrategyRegistry.register(
-        "mm5d_notebook", make, description=f"{about}; for notebooks", override=True, start_method="fork"
+        "mm5d_notebook", make, description=f"{about}; for notebooks", override=True, launch={"start_method": "fork"}
     )
 
 

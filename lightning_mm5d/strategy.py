@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -20,12 +19,20 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.features import parts
+from lightning_mm5d.config.groups import (
+    FIELDS,
+    BatchingOptions,
+    CheckpointOptions,
+    LaunchOptions,
+    NumericsOptions,
+    fields_of_strategy,
+    option_values,
+)
 from lightning_mm5d.config.modality import Modality, as_modalities, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import BACKENDS
 from lightning_mm5d.data.batches import per_replica
@@ -65,30 +72,15 @@ class MultimodalStrategy(CheckpointStrategy):
             any, all ranks are replicas of the whole model.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zero_bubble"``, ``"zbv"`` or ``"auto"``; the path of a
             table of actions (``.csv``); or a function that makes one of the graph of stages.
-        num_microbatches: parts that each replica's batch is split into, M; 1 where unset.
-        microbatch_size: samples of each part but the last, in place of `num_microbatches`.
-        microbatching: ``"split"`` splits a batch of the dataloader; ``"loader"`` takes one batch per microbatch; a
-            function of a batch and M returns the list of its microbatches.
-        loss_weight: what the loss of a microbatch weighs: its ``"samples"``, or its label ``"tokens"``, which makes a
-            loss that is a mean over tokens equal to that of the whole batch; ``"auto"`` tells by the code of the loss
-            which it is a mean over; or what a function of it returns.
+        batching: how batches become microbatches, and microbatches one loss. Groups may be mappings of their fields.
         placement: rank of each position of the layout, or names of axes, outermost first, as ``["dp", "pp", "tp"]``.
-        start_method: how Lightning starts processes on one machine: ``"popen"``, ``"spawn"`` or ``"fork"``.
-        process_group_backend: backend of torch.distributed; chosen by device where unset.
-        timeout: of every operation between ranks.
-        watchdog: how long one call may wait for other ranks before all of them give up.
+        checkpoint: what is saved: ``"full"``, one file as Lightning saves it; ``"sharded"``, a directory; or the group
+            of all that concerns checkpoints.
+        launch: how processes start and speak with each other.
+        numerics: what precision parameters have beside the trainer's, and what numbers that are not finite do.
         timeline: file for the timeline of the last whole training step, measured beside simulated: a picture (``.png``,
             ``.svg``, ``.pdf``) or a Chrome trace (``.json``).
-        on_nonfinite: what a loss or gradient that is not finite does: ``"propagate"`` as in Lightning, ``"raise"`` on
-            all ranks, or ``"skip"`` the optimizer's step on all; the last two change no parameter.
-        bucket_bytes: how much of gradients and shared parameters one message between ranks carries.
-        main_params: precision of the parameters that optimizers step on and of gradients, ``"float32"`` for layers that
-            compute in ``bf16-true`` or ``16-true``; or ``"float64"``. Unset: the precision of the layers.
-        checkpoint: what is saved: one ``"full"`` file, as Lightning saves it, gathered on rank 0; or a ``"sharded"``
-            directory, which each rank writes its own shards to.
-        async_checkpoint: whether training goes on while a sharded checkpoint is written.
-        on_corrupt_checkpoint: what a checkpoint that is not as it was written does: ``"raise"``, or load the
-            ``"previous"`` good one of its folder.
+        ungrouped: fields of groups without their group, as before there were groups; for this release.
 
     Raises:
         ConfigError: a field cannot work, whatever the model and the number of ranks.
@@ -98,29 +90,25 @@ class MultimodalStrategy(CheckpointStrategy):
         self,
         modalities: dict[str, Modality | int | dict[str, Any]] | None = None,
         schedule: AnySchedule = "1f1b",
-        num_microbatches: int | None = None,
-        microbatch_size: int | None = None,
-        microbatching: Literal["split", "loader"] | Callable[[Any, int], Any] = "split",
-        loss_weight: Literal["auto", "samples", "tokens"] | Callable[[Any], Any] = "auto",
+        batching: BatchingOptions | dict[str, Any] | None = None,
         placement: list[int] | list[str] | None = None,
-        start_method: Literal["popen", "spawn", "fork"] = "popen",
-        process_group_backend: str | None = None,
-        timeout: timedelta = default_pg_timeout,
-        watchdog: timedelta = timedelta(minutes=5),
+        checkpoint: Literal["full", "sharded"] | CheckpointOptions | dict[str, Any] = "full",
+        launch: LaunchOptions | dict[str, Any] | None = None,
+        numerics: NumericsOptions | dict[str, Any] | None = None,
         timeline: str | None = None,
-        on_nonfinite: Literal["propagate", "raise", "skip"] = "propagate",
-        bucket_bytes: int = 25 * 2**20,
-        main_params: Literal["float32", "float64"] | None = None,
-        checkpoint: Literal["full", "sharded"] = "full",
-        async_checkpoint: bool = False,
-        on_corrupt_checkpoint: Literal["raise", "previous"] = "raise",
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        **ungrouped: Any,
     ) -> None:
-        fields = dict(locals())
+        said = {name: value for name, value in locals().items() if name in FIELDS} | fields_of_strategy(**ungrouped)
+        refused: ConfigError | None = None
+        try:
+            fields = option_values(said)
+        except ConfigError as error:
+            fields, refused = option_values(dict.fromkeys(FIELDS)), error
         explain_other_modules()
         super().__init__(
             accelerator,
@@ -128,23 +116,25 @@ class MultimodalStrategy(CheckpointStrategy):
             cluster_environment,
             checkpoint_io,
             precision_plugin,
-            start_method=start_method,
-            backend=process_group_backend,
-            timeout=timeout,
-            watchdog=watchdog,
+            start_method=fields["start_method"],
+            backend=fields["process_group_backend"],
+            timeout=fields["timeout"],
+            watchdog=fields["watchdog"],
             fields=fields,
         )
         self.schedule = schedule
-        self.microbatch_size = microbatch_size
-        self.num_microbatches = num_microbatches or (1 if microbatch_size is None else None)
+        self.microbatch_size = fields["microbatch_size"]
+        self.num_microbatches = fields["num_microbatches"] or (1 if self.microbatch_size is None else None)
         self._usual_count: int | None = None
         self._dataloader_hooks: DataloaderHooks | None = None
         self._random_state: Tensor | None = None  # of the process that calls the trainer
-        self.microbatching, self.loss_weight = microbatching, loss_weight
-        self.bucket_bytes, self.main_params = bucket_bytes, main_params
+        self.microbatching, self.loss_weight = fields["microbatching"], fields["loss_weight"]
+        self.bucket_bytes, self.main_params = fields["bucket_bytes"], fields["main_params"]
         self._placement = placement
         self.modalities: dict[str, Modality] = {}
         try:
+            if refused is not None:
+                raise refused
             made = as_modalities({"model": Modality()} if modalities is None else modalities)
             check_fields(fields | {"modalities": made}, {*BACKENDS, *dist.Backend.backend_list})
             self._features = made_features(fields)
@@ -163,7 +153,7 @@ class MultimodalStrategy(CheckpointStrategy):
         if self.num_microbatches is None and self._usual_count is None:
             rule = "The number of microbatches follows from the batches, and their size is not known here"
             fix = "Set num_microbatches=8, for instance, and microbatch_size to null"
-            raise ConfigError("microbatch_size", self.microbatch_size, rule, fix)
+            raise ConfigError("batching.microbatch_size", self.microbatch_size, rule, fix)
         return self.num_microbatches or self._usual_count or 1
 
     def expect_batch(self, samples: int) -> None:

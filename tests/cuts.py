@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_mm5d.config.modality import Modality, PipelineTemplate
+from lightning_mm5d.config.groups import PipelineTemplate
+from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.partition import Partition, partition
 from zoo import CASES
 from zoo.case import TinyModule

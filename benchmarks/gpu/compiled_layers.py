@@ -24,10 +24,12 @@ def compiled(machine: Machine) -> Iterator[Row]:
     for how in (False, machine.pick(True, "eager")):
         times = one_process.Times(machine)
         modalities = {
-            "vision": Modality(module="encoder", boundary="encoder", colocate_with="language", compile=how),
-            "language": Modality(compile=how),
+            "vision": Modality(
+                module="encoder", boundary="encoder", colocate_with="language", compute={"compile": how}
+            ),
+            "language": Modality(compute={"compile": how}),
         }
-        strategy = MultimodalStrategy(modalities, num_microbatches=2, timeout=towers.TIMEOUT)
+        strategy = MultimodalStrategy(modalities, batching={"num_microbatches": 2}, launch={"timeout": towers.TIMEOUT})
         losses = towers.fit(towers.Towers(size), data, strategy, machine.own, times, precision="bf16-mixed")
         found[bool(how)] = losses, statistics.median(times.seconds())
     (plain, before), (losses, after) = found[False], found[True]
@@ -46,10 +48,10 @@ def fused_head(machine: Machine) -> Iterator[Row]:
     for is_fused in (False, True):
         modalities: dict[str, Any] = {
             "vision": Modality(colocate_with="language"),
-            "language": Modality(fused_linear_cross_entropy=is_fused),
+            "language": Modality(compute={"fused_linear_cross_entropy": is_fused}),
         }
         one_process.free(machine)
-        strategy = MultimodalStrategy(modalities, timeout=towers.TIMEOUT)
+        strategy = MultimodalStrategy(modalities, launch={"timeout": towers.TIMEOUT})
         losses = towers.fit(one_process.Qwen(machine), data, strategy, machine.own, precision="bf16-true")
         found[is_fused] = losses, machine.peak_bytes()
     (plain, whole), (losses, less) = found[False], found[True]

@@ -112,7 +112,9 @@ def training(machine: Machine) -> Iterator[Row]:
     data = batches(SMALL, steps=3, samples=4)
     plain = fit(Towers(SMALL), data, "auto", machine.own)
     for backend in (machine.backend, machine.pick("cpu:gloo,cuda:nccl", "cpu:gloo")):
-        strategy = MultimodalStrategy(together, num_microbatches=4, process_group_backend=backend, timeout=TIMEOUT)
+        strategy = MultimodalStrategy(
+            together, batching={"num_microbatches": 4}, launch={"process_group_backend": backend, "timeout": TIMEOUT}
+        )
         losses = fit(Towers(SMALL), data, strategy, machine.own)
         off = max(abs(one - other) / abs(other) for one, other in zip(losses, plain, strict=True))
         yield Row(name=f"{backend}: losses, strategy and plain Lightning: relative difference", value=off, at_most=1e-5)

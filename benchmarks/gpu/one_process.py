@@ -146,7 +146,7 @@ def run(machine: Machine) -> Iterator[Row]:
         losses[with_strategy] = fit(
             Qwen(machine),
             data,
-            MultimodalStrategy(timeout=TIMEOUT) if with_strategy else "auto",
+            MultimodalStrategy(launch={"timeout": TIMEOUT}) if with_strategy else "auto",
             machine.own,
             times,
             precision="bf16-true",

@@ -102,7 +102,9 @@ def sums(machine: Machine) -> Iterator[Row]:
         def train(rank: int, count: int = count) -> float:
             module, peak = Wide(machine), Peak(machine)
             needed = 2 * 4 * module.numel
-            strategy = MultimodalStrategy(num_microbatches=count, process_group_backend="gloo", timeout=TIMEOUT)
+            strategy = MultimodalStrategy(
+                batching={"num_microbatches": count}, launch={"process_group_backend": "gloo", "timeout": TIMEOUT}
+            )
             fit(module, _batches(module), strategy, machine.shared, peak, devices=2)
             return peak.bytes / needed
 
@@ -132,7 +134,9 @@ def _bytes(machine: Machine, precision: str, count: int, **options: Any) -> floa
     def train(rank: int) -> float:
         module, peak = Wide(machine, torch.optim.AdamW), Peak(machine)
         numel, data = module.numel, _batches(module)
-        strategy = MultimodalStrategy(schedule="gpipe", num_microbatches=count, **options, timeout=TIMEOUT)
+        strategy = MultimodalStrategy(
+            schedule="gpipe", batching={"num_microbatches": count}, **options, launch={"timeout": TIMEOUT}
+        )
         fit(module, data, strategy, machine.own, peak, precision=precision)
         return peak.bytes / numel
 
@@ -170,7 +174,11 @@ def ends(machine: Machine) -> Iterator[Row]:
             module, mark = Wide(machine), Ends(machine, folder)
             largest, whole = 4 * module.width**2, 4 * module.numel
             modalities = {"language": Modality(module="decoder", pp_size=2)}
-            strategy = MultimodalStrategy(modalities, num_microbatches=4, process_group_backend="gloo", timeout=TIMEOUT)
+            strategy = MultimodalStrategy(
+                modalities,
+                batching={"num_microbatches": 4},
+                launch={"process_group_backend": "gloo", "timeout": TIMEOUT},
+            )
             fit(module, _batches(module), strategy, machine.shared, mark, devices=2)
             added = machine.peak_bytes() - mark.alive
             return mark.saved / largest, added / largest, (_resident() - mark.host) / whole

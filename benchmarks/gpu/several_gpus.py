@@ -86,7 +86,9 @@ def one_f_one_b(machine: Machine) -> Iterator[Row]:
 
 
 def _by_strategy(machine: Machine, each: turns.Turns, size: towers.Size, data: list[Any]) -> list[float]:
-    strategy = MultimodalStrategy(APART, num_microbatches=MICROBATCHES, timeout=towers.TIMEOUT)
+    strategy = MultimodalStrategy(
+        APART, batching={"num_microbatches": MICROBATCHES}, launch={"timeout": towers.TIMEOUT}
+    )
     module = towers.Towers(size)
     return towers.fit(module, data, strategy, machine.own, each, devices=2, precision="bf16-true")
 
@@ -185,7 +187,10 @@ def bubbles(machine: Machine) -> Iterator[Row]:
     }
     for schedule in machine.pick(("1f1b", "zero_bubble"), ("1f1b",)):
         strategy = MultimodalStrategy(
-            modalities, schedule=schedule, num_microbatches=MICROBATCHES, timeout=towers.TIMEOUT
+            modalities,
+            schedule=schedule,
+            batching={"num_microbatches": MICROBATCHES},
+            launch={"timeout": towers.TIMEOUT},
         )
         results = run_ranks(world, _shares, machine, strategy, size, world, limit=LIMIT_S)
         measured, simulated = results[0]

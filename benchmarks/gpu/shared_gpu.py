@@ -47,11 +47,19 @@ LAYOUTS: list[tuple[int, str, Compared]] = [
     (
         2,
         "tp 2, sequence_parallel",
-        Compared(name="llama_tied", fields={"language": {"tp_size": 2, "sequence_parallel": True}}),
+        Compared(name="llama_tied", fields={"language": {"tp_size": 2, "tensor": {"sequence_parallel": True}}}),
     ),
-    (2, "cp 2, allgather", Compared(name="llama_tied", fields={"language": {"cp_size": 2, "cp_mode": "allgather"}})),
-    (2, "cp 2, ring", Compared(name="llama_tied", fields={"language": {"cp_size": 2, "cp_mode": "ring"}})),
-    (2, "cp 2, ulysses", Compared(name="llama_tied", fields={"language": {"cp_size": 2, "cp_mode": "ulysses"}})),
+    (
+        2,
+        "cp 2, allgather",
+        Compared(name="llama_tied", fields={"language": {"cp_size": 2, "context": {"cp_mode": "allgather"}}}),
+    ),
+    (2, "cp 2, ring", Compared(name="llama_tied", fields={"language": {"cp_size": 2, "context": {"cp_mode": "ring"}}})),
+    (
+        2,
+        "cp 2, ulysses",
+        Compared(name="llama_tied", fields={"language": {"cp_size": 2, "context": {"cp_mode": "ulysses"}}}),
+    ),
     (3, "vision | language pp 2", Compared(name="llava", fields={"vision": {}, "language": {"pp_size": 2}})),
     (
         3,
@@ -83,7 +91,9 @@ LAYOUTS: list[tuple[int, str, Compared]] = [
     (
         4,
         "cp 4, hybrid",
-        Compared(name="llama_tied", fields={"language": {"cp_size": 4, "cp_mode": "hybrid", "ulysses_size": 2}}),
+        Compared(
+            name="llama_tied", fields={"language": {"cp_size": 4, "context": {"cp_mode": "hybrid", "ulysses_size": 2}}}
+        ),
     ),
     (
         5,
@@ -116,7 +126,7 @@ LAYOUTS: list[tuple[int, str, Compared]] = [
     ),
 ]
 """Ranks, what the report says, and the run."""
-SHARED = Compared(name="gpt2", fields={"language": {"zero_stage": 3}}, replicas=2)
+SHARED = Compared(name="gpt2", fields={"language": {"sharding": {"zero_stage": 3}}}, replicas=2)
 """Its gradients are rows that a rank owns, so that only parameters are compared."""
 DRY = ("vision | language pp 2",)
 
@@ -200,7 +210,9 @@ def waits(machine: Machine) -> Iterator[Row]:
     """Yield how often the host waits for the GPU inside a schedule, after the first steps."""
     for name, (world, modalities) in WATCHED.items():
         backend = machine.backend if world == 1 else "gloo"
-        strategy = MultimodalStrategy(modalities, num_microbatches=4, process_group_backend=backend, timeout=TIMEOUT)
+        strategy = MultimodalStrategy(
+            modalities, batching={"num_microbatches": 4}, launch={"process_group_backend": backend, "timeout": TIMEOUT}
+        )
         found = run_ranks(world, _watched, machine, strategy, world, limit=LIMIT_S)
         of_gloo, others = Counter[str](), Counter[str]()
         for place, number in sum((Counter(each) for each in found), Counter[str]()).items():

@@ -31,7 +31,7 @@ LLAMA = "llama_tied"
 LAYOUTS: list[tuple[int, str, Compared]] = [
     (2, "pp 2, 1f1b", Compared(name=LLAMA, fields={"language": {"pp_size": 2}})),
     (2, "pp 2, zbv", Compared(name=LLAMA, fields={"language": {"pp_size": 2}}, options={"schedule": "zbv"})),
-    (2, "dp 2, zero 1", replace(shared_gpu.SHARED, fields={"language": {"zero_stage": 1}})),
+    (2, "dp 2, zero 1", replace(shared_gpu.SHARED, fields={"language": {"sharding": {"zero_stage": 1}}})),
     (2, "dp 2, zero 3", shared_gpu.SHARED),
     *(
         one
@@ -113,7 +113,9 @@ def _outside(rank: int, machine: Machine, modalities: dict[str, Modality], world
     be_alone(rank)
     taken = Taken(machine)
     strategy = MultimodalStrategy(
-        modalities, num_microbatches=4, process_group_backend=backend(machine), timeout=TIMEOUT
+        modalities,
+        batching={"num_microbatches": 4},
+        launch={"process_group_backend": backend(machine), "timeout": TIMEOUT},
     )
     fit(Towers(SMALL), batches(SMALL, steps=2, samples=4), strategy, machine.shared, taken, devices=world)
     return taken.nbytes
@@ -145,8 +147,7 @@ def _mismatched(rank: int, machine: Machine) -> None:
     os.environ["NCCL_ORDER_SECONDS"] = "5"
     strategy = MultimodalStrategy(
         {"vision": Modality(module="encoder", boundary="encoder"), "language": Modality()},
-        num_microbatches=2,
-        process_group_backend=backend(machine),
-        timeout=TIMEOUT,
+        batching={"num_microbatches": 2},
+        launch={"process_group_backend": backend(machine), "timeout": TIMEOUT},
     )
     fit(Towers(SMALL), batches(SMALL, steps=3, samples=2), strategy, machine.shared, CallsAlone(), devices=2)

@@ -29,7 +29,7 @@ def train(
     trainer = L.Trainer(
         devices=devices,
         num_nodes=nodes,
-        strategy=MultimodalStrategy(modalities=modalities, num_microbatches=4),
+        strategy=MultimodalStrategy(modalities=modalities, batching={"num_microbatches": 4}),
         max_epochs=epochs,
         callbacks=[ModelCheckpoint(folder, every_n_train_steps=4, save_last=True)],
         logger=False,

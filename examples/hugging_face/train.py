@@ -75,7 +75,9 @@ def main() -> None:
         devices=options.devices,
         strategy="auto"
         if options.devices == 1
-        else MultimodalStrategy(modalities={"vision": Modality(), "language": Modality()}, num_microbatches=2),
+        else MultimodalStrategy(
+            modalities={"vision": Modality(), "language": Modality()}, batching={"num_microbatches": 2}
+        ),
         max_steps=4,
         use_distributed_sampler=False,
         logger=False,

@@ -33,7 +33,7 @@ def main() -> None:
         else MultimodalStrategy(
             modalities=LAYOUTS[options.devices],
             schedule="1f1b",
-            num_microbatches=4,
+            batching={"num_microbatches": 4},
             timeline=options.timeline,
         ),
         max_steps=options.steps,

@@ -2,4 +2,5 @@
 
 from lightning_mm5d.config.checks import check
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.modality import Modality, PipelineTemplate, loss_modality_of
+from lightning_mm5d.config.groups import PipelineTemplate
+from lightning_mm5d.config.modality import Modality, loss_modality_of

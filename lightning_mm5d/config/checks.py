@@ -13,9 +13,9 @@ from typing import Any, TypeGuard, get_args, get_type_hints
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean, one_of
 from lightning_mm5d.config.features import parts, refuse_absent
+from lightning_mm5d.config.groups import ContextOptions, PipelineTemplate, path_of, value_of
 from lightning_mm5d.config.modality import (
     Modality,
-    PipelineTemplate,
     check_feeds_from,
     colocated_dp,
     decoders_of,
@@ -38,20 +38,24 @@ def check_memory(field: str, modality: Modality) -> None:
 
 
 def _check_sharing(field: str, modality: Modality) -> None:
-    stage, size = modality.zero_stage, modality.dp_shard_size
+    stage, size = modality.sharding.zero_stage, modality.sharding.dp_shard_size
     if stage is not None and (isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage <= 3):
         near = min(max(stage, 0), 3) if isinstance(stage, int | float) and not isinstance(stage, bool) else 0
         rule = "It is 0 (nothing is shared), 1 (states of optimizers), 2 (gradients too) or 3 (parameters too)"
-        raise ConfigError(f"{field}.zero_stage", stage, rule, f"The nearest is {int(near)}")
+        raise ConfigError(f"{field}.sharding.zero_stage", stage, rule, f"The nearest is {int(near)}")
     if stage == 0 and (size or 1) > 1:
         rule = f"{size} ranks share one copy, and zero_stage=0 says that nothing is shared"
-        raise ConfigError(f"{field}.dp_shard_size", size, rule, "Use zero_stage=1, 2 or 3, or leave it unset")
-    reshards = modality.reshard_after_forward
+        raise ConfigError(f"{field}.sharding.dp_shard_size", size, rule, "Use zero_stage=1, 2 or 3, or leave it unset")
+    reshards = modality.sharding.reshard_after_forward
     if not isinstance(reshards, bool):
-        raise ConfigError(f"{field}.reshard_after_forward", reshards, "It is true or false", f"Use {bool(reshards)}")
+        raise ConfigError(
+            f"{field}.sharding.reshard_after_forward", reshards, "It is true or false", f"Use {bool(reshards)}"
+        )
     if reshards and modality.shared_stage != 3:
         rule = f"Only shared parameters are gathered, and zero_stage is {modality.shared_stage}"
-        raise ConfigError(f"{field}.reshard_after_forward", reshards, rule, "Use zero_stage=3, or leave it unset")
+        raise ConfigError(
+            f"{field}.sharding.reshard_after_forward", reshards, rule, "Use zero_stage=3, or leave it unset"
+        )
 
 
 MOST = 2**20  # more ranks, stages or microbatches than any run has
@@ -100,7 +104,7 @@ def check(
         _check_context(f"modalities.{name}", modality, is_encoder=is_encoder)
         check_memory(f"modalities.{name}", modality)
         _check_sequence_parallel(f"modalities.{name}", modality)
-        _check_vocabulary(f"modalities.{name}.make_vocab_size_divisible_by", modality)
+        _check_vocabulary(f"modalities.{name}.tensor.make_vocab_size_divisible_by", modality)
     _check_owners(modalities)
     for name in modalities:
         _check_feeds(name, modalities, main)
@@ -135,22 +139,29 @@ def _check_name(name: object) -> None:
 def _check_sizes(field: str, modality: Modality) -> None:
     always = ("tp_size", "cp_size", "pp_chunks", "ep_size", "expert_tp_size")
     for size in ("dp_size", "dp_shard_size", "pp_size", *always):
-        value = getattr(modality, size)
+        value = value_of(modality, size)
         if value is not None or size in always:
-            check_count(f"{field}.{size}", value)
-    if not isinstance(got := modality.shard_embedding, bool):
-        raise ConfigError(f"{field}.shard_embedding", got, "It is true or false", f"Use {bool(got)}")
-    template = modality.pipeline_template
-    if modality.pp_chunks > 1 and modality.pp_size in (None, 1) and template is None:
+            check_count(f"{field}.{path_of(size)}", value)
+    if not isinstance(got := modality.tensor.shard_embedding, bool):
+        raise ConfigError(f"{field}.tensor.shard_embedding", got, "It is true or false", f"Use {bool(got)}")
+    template = modality.pipeline.pipeline_template
+    if modality.pipeline.pp_chunks > 1 and modality.pp_size in (None, 1) and template is None:
         rule = "Chunks interleave the stages of several pipeline ranks"
-        raise ConfigError(f"{field}.pp_chunks", modality.pp_chunks, rule, "Use pp_size=2 or more, or pp_chunks=1")
+        raise ConfigError(
+            f"{field}.pipeline.pp_chunks", modality.pipeline.pp_chunks, rule, "Use pp_size=2 or more, or pp_chunks=1"
+        )
     if template is None:
         return
-    check_template(f"{field}.pipeline_template", template)
-    fits, rest = divmod(template.num_stages, modality.pp_chunks)
+    check_template(f"{field}.pipeline.pipeline_template", template)
+    fits, rest = divmod(template.num_stages, modality.pipeline.pp_chunks)
     if rest:
         rule = f"The pipeline_template has {template.num_stages} stages, pp_chunks for each rank"
-        raise ConfigError(f"{field}.pp_chunks", modality.pp_chunks, rule, "Use a number that divides the stages, or 1")
+        raise ConfigError(
+            f"{field}.pipeline.pp_chunks",
+            modality.pipeline.pp_chunks,
+            rule,
+            "Use a number that divides the stages, or 1",
+        )
     if modality.pp_size not in (None, fits):
         rule = f"The pipeline_template has {template.num_stages} stages"
         fix = f"Use pp_size={fits}, or leave it unset"
@@ -158,46 +169,48 @@ def _check_sizes(field: str, modality: Modality) -> None:
 
 
 def _check_sequence_parallel(field: str, modality: Modality) -> None:
-    said: object = modality.sequence_parallel
+    said: object = modality.tensor.sequence_parallel
     if not isinstance(said, bool) and said != "ring":
         fix = did_you_mean(said, ["true", "false", "ring"])
-        raise ConfigError(f"{field}.sequence_parallel", said, "It is true, false or ring", fix)
+        raise ConfigError(f"{field}.tensor.sequence_parallel", said, "It is true, false or ring", fix)
 
 
 def _check_context(field: str, modality: Modality, *, is_encoder: bool) -> None:
-    mode, size, inner = modality.cp_mode, modality.cp_size, modality.ulysses_size
-    _check_inner_ring(f"{field}.inner_ring_size", modality)
+    mode, size, inner = modality.context.cp_mode, modality.cp_size, modality.context.ulysses_size
+    _check_inner_ring(f"{field}.context.inner_ring_size", modality)
     for name in ("cp_mode", "cp_distribution"):
-        known = get_args(get_type_hints(Modality)[name])
-        if getattr(modality, name) not in known:
-            got = getattr(modality, name)
-            raise ConfigError(f"{field}.{name}", got, f"It is one of {', '.join(known)}", did_you_mean(got, known))
+        known = get_args(get_type_hints(ContextOptions)[name])
+        got = getattr(modality.context, name)
+        if got not in known:
+            raise ConfigError(
+                f"{field}.context.{name}", got, f"It is one of {', '.join(known)}", did_you_mean(got, known)
+            )
     if mode == "items" and not is_encoder:
         rule = "Items are whole images, frames or clips of an encoder, and this modality is none"
-        raise ConfigError(f"{field}.cp_mode", mode, rule, "Use 'allgather', 'ring' or 'ulysses'")
+        raise ConfigError(f"{field}.context.cp_mode", mode, rule, "Use 'allgather', 'ring' or 'ulysses'")
     if mode != "hybrid":
         if inner is not None:
             rule = f"It is the size of the inner groups of cp_mode='hybrid', and cp_mode is {mode!r}"
-            raise ConfigError(f"{field}.ulysses_size", inner, rule, "Leave it unset, or use cp_mode='hybrid'")
+            raise ConfigError(f"{field}.context.ulysses_size", inner, rule, "Leave it unset, or use cp_mode='hybrid'")
         return
     if size == 1 and inner is None:
         return
     proper = [one for one in range(2, size) if size % one == 0]
     if not proper:
         rule = f"A hybrid has groups of several ranks, and several groups: cp_size={size} has no such divisor"
-        raise ConfigError(f"{field}.cp_mode", mode, rule, "Use 'ring' or 'ulysses', or a cp_size such as 4")
+        raise ConfigError(f"{field}.context.cp_mode", mode, rule, "Use 'ring' or 'ulysses', or a cp_size such as 4")
     if inner not in proper or isinstance(inner, bool):
         rule = f"It divides cp_size={size} into several groups of several ranks"
-        raise ConfigError(f"{field}.ulysses_size", inner, rule, f"Use {one_of(proper)}")
+        raise ConfigError(f"{field}.context.ulysses_size", inner, rule, f"Use {one_of(proper)}")
 
 
 def _check_inner_ring(field: str, modality: Modality) -> None:
-    inner, size = modality.inner_ring_size, modality.cp_size
+    inner, size = modality.context.inner_ring_size, modality.cp_size
     if inner is None:
         return
     check_count(field, inner)
-    if modality.cp_mode != "ring":
-        rule = f"It is the size of the inner rings of cp_mode='ring', and cp_mode is {modality.cp_mode!r}"
+    if modality.context.cp_mode != "ring":
+        rule = f"It is the size of the inner rings of cp_mode='ring', and cp_mode is {modality.context.cp_mode!r}"
         raise ConfigError(field, inner, rule, "Leave it unset, or use cp_mode='ring'")
     if size % inner:
         rule = f"Inner rings are of equal sizes, so it divides cp_size={size}"
@@ -206,7 +219,7 @@ def _check_inner_ring(field: str, modality: Modality) -> None:
 
 
 def _check_vocabulary(field: str, modality: Modality) -> None:
-    said = modality.make_vocab_size_divisible_by
+    said = modality.tensor.make_vocab_size_divisible_by
     if said is None:
         return
     check_count(field, said)
@@ -339,21 +352,21 @@ def _check_shared_stage(name: str, modality: Modality, owner: str, pp: int, shar
         fix = f"The nearest is '{owner}.{shared.stages - 1}'"
         raise ConfigError(f"modalities.{name}.colocate_with", modality.colocate_with, rule, fix)
     for size in ("dp_size", "dp_shard_size", "tp_size", "cp_size"):
-        own, others = getattr(modality, size), getattr(shared, size)
+        own, others = value_of(modality, size), value_of(shared, size)
         if own != others and (size != "dp_size" or None not in (own, others)):
             rule = f"Its last stage shares the ranks of '{owner}.{pp}', so {size} is that of {owner!r}, {others}"
             fix = f"Use {size}={others}, or leave colocate_with unset"
-            raise ConfigError(f"modalities.{name}.{size}", own, rule, fix)
+            raise ConfigError(f"modalities.{name}.{path_of(size)}", own, rule, fix)
 
 
 def _check_microbatches(number: object, size: object) -> None:
     if size is None:
-        check_count("num_microbatches", 1 if number is None else number)
+        check_count("batching.num_microbatches", 1 if number is None else number)
         return
-    check_count("microbatch_size", size)
+    check_count("batching.microbatch_size", size)
     if number is not None:
         rule = f"num_microbatches={number!r} says into how many microbatches a batch is split already"
-        raise ConfigError("microbatch_size", size, rule, "Set one of the two")
+        raise ConfigError("batching.microbatch_size", size, rule, "Set one of the two")
 
 
 def check_count(field: str, value: object, most: int = MOST) -> None:

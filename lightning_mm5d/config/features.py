@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.groups import path_of, value_of
 
 _PACKAGES = "lightning_mm5d.features"
 
@@ -57,7 +58,7 @@ class Registered(NamedTuple):
 
     def said(self, modality: object) -> dict[str, Any]:
         """Return what `modality` says of the feature, without values that leave it out."""
-        found = {field: getattr(modality, field) for field in self.modality}
+        found = {field: value_of(modality, field) for field in self.modality}
         return {field: got for field, got in found.items() if got != self.modality[field]}
 
 
@@ -93,7 +94,7 @@ FEATURES = (
     Registered("throughput"),
     Registered(
         "sharded_checkpoints",
-        {"checkpoint": "full", "async_checkpoint": False, "on_corrupt_checkpoint": "raise"},
+        {"checkpoint_format": "full", "async_checkpoint": False, "on_corrupt_checkpoint": "raise"},
         saves=True,
     ),
     Registered("timeline", {"timeline": None}, by_rank=("timeline",)),
@@ -144,9 +145,11 @@ def check_features(fields: Mapping[str, Any]) -> None:
 def refuse_absent(fields: Mapping[str, Any]) -> None:
     """Refuse fields of features that are not there; raise ConfigError."""
     for feature in FEATURES:
-        wanted = {name: fields[name] for name, unset in feature.options.items() if fields.get(name, unset) != unset}
+        wanted = {
+            path_of(name): fields[name] for name, unset in feature.options.items() if fields.get(name, unset) != unset
+        }
         for name, one in (fields.get("modalities") or {}).items():
-            wanted |= {f"modalities.{name}.{field}": got for field, got in feature.said(one).items()}
+            wanted |= {f"modalities.{name}.{path_of(field)}": got for field, got in feature.said(one).items()}
         for field, got in wanted.items() if not _is_there(feature) else ():
             rule = f"This installation comes without the feature {feature.name!r}"
             raise ConfigError(field, got, rule, "Leave it unset, or install the whole package")

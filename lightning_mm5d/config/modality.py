@@ -16,30 +16,29 @@ one number there. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal, NamedTuple, overload
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean, nearest, one_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineTemplate:
-    """Which layers run in which pipeline stage of a modality. One of its fields is given.
-
-    Args:
-        stages: One entry per stage, in order: either its number of layers, as in ``[8, 12, 12]``, or the
-            dotted paths of its layers and modules, as in ``[["layers.0", "layers.1"], ["layers.2"]]``.
-        offsets: For each stage how many layers more it has than when they are assigned evenly, left-over layers
-            first, as in ``[0, 1, 1, -2]``.
-    """
-
-    stages: list[int] | list[list[str]] | None = None
-    offsets: list[int] | None = None
-
-    @property
-    def num_stages(self) -> int:
-        return len((self.offsets if self.stages is None else self.stages) or ())
+from lightning_mm5d.config.groups import (
+    OF_MODALITY,
+    CommunicationOptions,
+    ComputeOptions,
+    ContextOptions,
+    MemoryOptions,
+    PipelineOptions,
+    PipelineTemplate,
+    ShardingOptions,
+    Shown,
+    TensorOptions,
+    accepts_mappings,
+    in_groups,
+    made,
+    made_groups,
+    names_of,
+    with_fields,
+)
 
 
 class Owner(NamedTuple):
@@ -52,8 +51,9 @@ class Owner(NamedTuple):
         return self.modality if self.pp is None else f"{self.modality}.{self.pp}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Modality:
+@accepts_mappings
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Modality(Shown):
     """Where one modality of the model runs and how its work is shared. Every field is optional.
 
     Args:
@@ -68,73 +68,23 @@ class Modality:
             feeds from computes the loss. Unset: an encoder, or the language model; ``language`` for a ``talker`` and an
             ``image_head`` that are found by themselves.
         dp_size: Number of replicas. Inferred from the number of ranks when unset.
-        dp_shard_size: Ranks that share one copy of what `zero_stage` says, of the dp_size * cp_size that hold the same
-            layers. Unset: all of them.
-        zero_stage: What is shared: 1, the states of optimizers; 2, gradients too; 3, parameters too; 0, nothing.
-            Unset: 3 with a `dp_shard_size` above 1, else 0.
-        reshard_after_forward: Whether shared parameters are gathered for each layer's forward and again for its
-            backward, instead of once for a step.
         tp_size: Tensor parallel degree: ranks that share each layer.
-        tp_mode: How they share it. ``1d``: weights are sharded along one dim; on a grid weights and hidden states are
-            in blocks: ``2d``, q * q ranks; ``2.5d``, tp_depth * q * q; ``3d``, q * q * q.
-        tp_depth: Layers of the grid of ``2.5d``.
-        sequence_parallel: Whether norms, dropouts and residuals between the sharded layers are sharded over the same
-            ranks along the sequence, which takes less memory and no more communication. With ``ring`` the shards travel
-            from rank to rank while linear layers multiply the rows that they have.
-        shard_embedding: Whether the ranks of `tp_size` share the rows of the input embedding. If not, each holds it
-            in full: no sum over ranks after each lookup, for the memory of the full table. Not for tied heads.
-        make_vocab_size_divisible_by: Number of which the rows of vocabulary that each rank of `tp_size` holds are a
-            multiple, as kernels of GPUs want. Of the last rank they may be fewer; its products are padded, and nothing
-            else is. Unset: as even as they go.
         cp_size: Context parallel degree: ranks that share each sequence.
-        cp_mode: How an attention reaches the tokens of other ranks. ``allgather``: keys and values are gathered, a head
-            at a time; ``ring``: they are passed around; ``ulysses``: ranks exchange tokens for heads; ``hybrid``:
-            ``ulysses`` within groups of `ulysses_size` ranks and ``ring`` between them; ``items``, for encoders: each
-            rank takes whole images, frames or clips, and ``allgather`` where there is only one.
-        cp_distribution: Which tokens a rank takes. ``uniform``: one stretch; ``zigzag``: two, one from either end;
-            ``makespan_min``: blocks of 128, assigned by how many keys their queries see.
-        ulysses_size: Ranks of the inner groups of ``hybrid``.
-        inner_ring_size: Ranks of the inner rings of ``ring``, a double ring; it divides `cp_size`. Unset: those of one
-            node, and one ring where nodes hold unlike numbers of them.
         pp_size: Number of pipeline stages. Unset: as many as ``pipeline_template`` has, else 1.
-        pipeline_template: Which layers run in which stage. Unset: balanced by their costs.
-        pp_chunks: Stages that each rank of the pipeline has, of as many model chunks; for interleaved schedules.
-        pipelines: Replicas with unlike pipelines, in place of `dp_size`, `pp_size` and `pipeline_template`: for each
-            replica its number of stages, as in ``[4, 3]``, or its template; or ``{min: 3}`` for as many replicas as
-            the ranks of the run give with at least 3 stages each, and with ``max`` at most so many.
-        speeds: How fast each replica is, in any unit, which decides how many of a step's microbatches it takes.
-            Unset: its number of ranks.
-        interleaved_microbatches: Microbatches that a stage computes side by side: one computes while another
-            communicates with its tensor, context or expert parallel ranks. It divides `num_microbatches`, and is one
-            number in all modalities where it is not 1.
-        activation_checkpointing: Which layers are computed again in the backward instead of keeping what it needs:
-            ``none``, ``full`` or ``selective``; or one of ``{fraction: 0.5}``, ``{every: 2}``, ``{layers: [0, 1]}``,
-            ``{selective: [...]}`` with the operations whose results are kept, and ``{per_stage: [...]}`` with one of
-            these for each pipeline stage.
-        compile: Whether ``torch.compile`` compiles each layer, or the name of the backend that does it (``true``:
-            ``inductor``). Equal layers share the compiled code.
-        kernels: What computes parts of layers, one of these or a list: an attention of transformers by its name
-            (``eager``, ``sdpa``, ``flash_attention_2``, ``flash_attention_3``); ``rms_norm`` of torch; ``liger``, for
-            gated units, whose product Liger's Triton kernel computes.
-        fused_linear_cross_entropy: Whether the head of a transformers model computes its logits together with their
-            loss, a chunk of tokens at a time, and again in the backward. For the modality that computes the loss.
         ep_size: Expert parallel degree: ranks that share the experts of each layer, of the dp_size * cp_size that hold
             the same layers. Tokens travel to the ranks that hold their experts.
-        expert_tp_size: Tensor parallel degree within an expert, with an `ep_size` above 1: 1 or `tp_size`. With 1 each
-            tensor parallel rank sends some of the tokens to whole experts.
-        offload: What is in host memory between its uses, one of these or a list: ``activations`` of microbatches in
-            flight, states of the ``optimizer``, and ``parameters`` of a frozen encoder.
-        cache_features: Folder in which the features of a frozen encoder are kept, so that each item is encoded once,
-            whatever the number of epochs and runs.
-        communication_dtype: Type of numbers on the wire: ``float32``, ``bfloat16``, ``float8_e4m3fn`` or
-            ``float8_e5m2``, one for all traffic or by kind: ``gradients``, ``parameters``, ``payloads`` between stages,
-            ``tensor_parallel``. With ``stochastic_rounding: true`` beside ``gradients`` these are rounded at random.
-            Unset: the type of the tensors, which no wider one replaces.
         colocate_with: Name of the modality whose ranks this one shares, instead of having ranks of its own. With the
             number of one of its pipeline ranks, as in ``language.0``, the last stage of this one runs there, and
             earlier stages have ranks of their own.
         cost: Duration of a forward through the layers of one pipeline rank, in any unit, the same for all
             modalities; or one for each of its pipeline ranks. Unset: estimated from the parameters.
+        tensor: How the ranks of `tp_size` share each layer. Groups may be mappings of their fields.
+        context: How the ranks of `cp_size` share each sequence.
+        pipeline: Which layers run in which stage, and what a stage computes when.
+        sharding: What replicas share instead of each holding it (ZeRO).
+        memory: What is computed again, or kept elsewhere, to take less memory of the device.
+        compute: What computes layers.
+        communication: How numbers travel between ranks.
     """
 
     module: str | list[str] | None = None
@@ -142,44 +92,26 @@ class Modality:
     feeds: Literal["first", "all"] | list[int] = "first"
     feeds_from: str | list[str] | None = None
     dp_size: int | None = None
-    dp_shard_size: int | None = None
-    zero_stage: int | None = None
-    reshard_after_forward: bool = False
     tp_size: int = 1
-    tp_mode: Literal["1d", "2d", "2.5d", "3d"] = "1d"
-    tp_depth: int = 1
-    sequence_parallel: bool | Literal["ring"] = False
-    shard_embedding: bool = True
-    make_vocab_size_divisible_by: int | None = None
     cp_size: int = 1
-    cp_mode: Literal["allgather", "ring", "ulysses", "hybrid", "items"] = "allgather"
-    cp_distribution: Literal["uniform", "zigzag", "makespan_min"] = "makespan_min"
-    ulysses_size: int | None = None
-    inner_ring_size: int | None = None
     pp_size: int | None = None
-    pipeline_template: PipelineTemplate | None = None
-    pp_chunks: int = 1
-    pipelines: list[int] | list[PipelineTemplate] | dict[str, int] | None = None
-    speeds: list[float] | None = None
-    interleaved_microbatches: int = 1
     ep_size: int = 1
-    expert_tp_size: int = 1
-    activation_checkpointing: str | dict[str, Any] = "none"
-    compile: bool | str = False
-    kernels: str | list[str] | None = None
-    fused_linear_cross_entropy: bool = False
-    offload: str | list[str] | None = None
-    cache_features: str | None = None
-    communication_dtype: str | dict[str, str | bool | None] | None = None
     colocate_with: str | None = None
     cost: float | list[float] | None = None
+    tensor: TensorOptions = field(default_factory=TensorOptions)
+    context: ContextOptions = field(default_factory=ContextOptions)
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    sharding: ShardingOptions = field(default_factory=ShardingOptions)
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    compute: ComputeOptions = field(default_factory=ComputeOptions)
+    communication: CommunicationOptions = field(default_factory=CommunicationOptions)
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Number of pipeline ranks of each replica, where `pipelines` lists them: ``(4, 3)``; else nothing."""
-        if not isinstance(self.pipelines, list | tuple):
+        if not isinstance(self.pipeline.pipelines, list | tuple):
             return ()
-        return tuple(one.num_stages if isinstance(one, PipelineTemplate) else one for one in self.pipelines)
+        return tuple(one.num_stages if isinstance(one, PipelineTemplate) else one for one in self.pipeline.pipelines)
 
     @property
     def stages(self) -> int:
@@ -188,17 +120,21 @@ class Modality:
             return max(self.lengths)
         if self.pp_size is not None:
             return self.pp_size
-        return 1 if self.pipeline_template is None else max(self.pipeline_template.num_stages // self.pp_chunks, 1)
+        return (
+            1
+            if self.pipeline.pipeline_template is None
+            else max(self.pipeline.pipeline_template.num_stages // self.pipeline.pp_chunks, 1)
+        )
 
     @property
     def offloads(self) -> tuple[str, ...]:
         """What `offload` names, as a tuple."""
-        return (self.offload,) if isinstance(self.offload, str) else tuple(self.offload or ())
+        return (self.memory.offload,) if isinstance(self.memory.offload, str) else tuple(self.memory.offload or ())
 
     @property
     def chosen_kernels(self) -> tuple[str, ...]:
         """What `kernels` names, as a tuple."""
-        return (self.kernels,) if isinstance(self.kernels, str) else tuple(self.kernels or ())
+        return (self.compute.kernels,) if isinstance(self.compute.kernels, str) else tuple(self.compute.kernels or ())
 
     @property
     def shared_stage(self) -> int:
@@ -208,14 +144,14 @@ class Modality:
         """
         if "parameters" in self.offloads:
             return 0
-        if self.zero_stage is not None:
-            return self.zero_stage
-        return 3 if (self.dp_shard_size or 1) > 1 else 0
+        if self.sharding.zero_stage is not None:
+            return self.sharding.zero_stage
+        return 3 if (self.sharding.dp_shard_size or 1) > 1 else 0
 
     @property
     def num_cuts(self) -> int:
         """Number of parts that the layers are cut into: pipeline ranks * pp_chunks."""
-        return self.stages * self.pp_chunks
+        return self.stages * self.pipeline.pp_chunks
 
     @property
     def ranks_per_replica(self) -> int:
@@ -250,7 +186,7 @@ class Modality:
 
 def most_beside(modalities: Mapping[str, Modality]) -> int:
     """Return how many microbatches a stage may compute side by side: the most that a modality says."""
-    return max(modality.interleaved_microbatches for modality in modalities.values())
+    return max(modality.pipeline.interleaved_microbatches for modality in modalities.values())
 
 
 def for_schedule(modalities: Mapping[str, Modality], schedule: object, loss_modality: str) -> dict[str, Modality]:
@@ -267,13 +203,13 @@ def for_schedule(modalities: Mapping[str, Modality], schedule: object, loss_moda
         modality = found.get(name)
         if (
             modality is None
-            or modality.pipelines is not None
-            or modality.pp_chunks > 1
+            or modality.pipeline.pipelines is not None
+            or modality.pipeline.pp_chunks > 1
             or modality.stages == 1
-            or modality.pipeline_template is not None
+            or modality.pipeline.pipeline_template is not None
         ):
             continue
-        found[name] = replace(modality, pp_chunks=2)
+        found[name] = with_fields(modality, pp_chunks=2)
     return found
 
 
@@ -391,43 +327,30 @@ def as_modalities(said: object) -> Any:
 def _modality(name: object, said: object) -> Any:
     owner, dot, field = str(name).partition(".")
     if dot and isinstance(said, int):  # an option names a field of a modality that no file has
-        known = _names(Modality)
+        known = names_of(Modality)
         fix = f"Write modalities={{{owner}: {{{field}: {said}}}}}" if field in known else did_you_mean(field, known)
         raise ConfigError(f"modalities.{name}", said, f"There is no modality {owner!r} with such a field", fix)
+    path = f"modalities.{name}"
     if isinstance(said, Mapping):
-        return _made(f"modalities.{name}", Modality, said)
+        given = in_groups(OF_MODALITY, said, path, stacklevel=6)
+        said = made(path, Modality, made_groups(OF_MODALITY, given, path))
     if isinstance(said, Modality):
-        made = _with_templates(f"modalities.{name}", {one: getattr(said, one) for one in _TEMPLATES})
-        return replace(said, **made)
+        groups = made_groups(OF_MODALITY, {group: getattr(said, group) for group in OF_MODALITY}, path)
+        return replace(said, **groups | {"pipeline": _with_templates(f"{path}.pipeline", groups["pipeline"])})
     return Modality(pp_size=said) if isinstance(said, int) and not isinstance(said, bool) else said
 
 
-def _names(kind: type) -> list[str]:
-    return [each.name for each in fields(kind)]
-
-
-def _made(field: str, kind: type, said: Mapping[str, Any]) -> Any:
-    """The object whose fields are said, which may have values of any type."""
-    for key in said:
-        if key not in _names(kind):
-            raise ConfigError(f"{field}.{key}", said[key], "There is no such field", did_you_mean(key, _names(kind)))
-    return kind(**_with_templates(field, said))
-
-
-_TEMPLATES = ("pipeline_template", "pipelines")
-
-
-def _with_templates(field: str, said: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of fields, with a `PipelineTemplate` in place of each mapping of its fields."""
-    values = dict(said)
-    if isinstance(template := values.get("pipeline_template"), Mapping):
-        values["pipeline_template"] = _made(f"{field}.pipeline_template", PipelineTemplate, template)
-    if isinstance(listed := values.get("pipelines"), list | tuple):
+def _with_templates(field: str, said: PipelineOptions) -> PipelineOptions:
+    """The same, with a `PipelineTemplate` in place of each mapping of its fields."""
+    values: dict[str, Any] = {}
+    if isinstance(template := said.pipeline_template, Mapping):
+        values["pipeline_template"] = made(f"{field}.pipeline_template", PipelineTemplate, template)
+    if isinstance(listed := said.pipelines, list | tuple):
         values["pipelines"] = [
-            _made(f"{field}.pipelines[{index}]", PipelineTemplate, one) if isinstance(one, Mapping) else one
+            made(f"{field}.pipelines[{index}]", PipelineTemplate, one) if isinstance(one, Mapping) else one
             for index, one in enumerate(listed)
         ]
-    return values
+    return replace(said, **values)
 
 
 Where = Literal["first", "all", "ends", "last"] | list[int]

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_mm5d.config.checks import MOST, check_count
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
+from lightning_mm5d.config.groups import path_of
 
 CHOICES = {
     "microbatching": ("split", "loader"),
@@ -49,7 +50,7 @@ def check_options(options: Mapping[str, Any], backends: Collection[str] = BACKEN
     if options.get("microbatching") == "loader" and options.get("microbatch_size") is not None:
         rule = "With microbatching='loader' a batch of the dataloader is a microbatch, and its samples are the size"
         fix = "Set num_microbatches, the batches of a step, or microbatching='split'"
-        raise ConfigError("microbatch_size", options["microbatch_size"], rule, fix)
+        raise ConfigError("batching.microbatch_size", options["microbatch_size"], rule, fix)
     if options.get("placement") is not None:
         _check_placement(options["placement"])
     if options.get("process_group_backend") is not None:
@@ -58,13 +59,13 @@ def check_options(options: Mapping[str, Any], backends: Collection[str] = BACKEN
         if name in options:
             _check_duration(name, options[name], usual)
     _check_main_params(options.get("main_params"))
-    check_count("bucket_bytes", options.get("bucket_bytes", 1), most=2**40)
+    check_count("launch.bucket_bytes", options.get("bucket_bytes", 1), most=2**40)
 
 
 def check_choice(name: str, got: object, known: Collection[str], more: str = "") -> None:
     """Refuse an option that is none of the words `known`, nor what the rule says `more`; raise ConfigError."""
     if not isinstance(got, str) or got not in known:
-        raise ConfigError(name, got, f"It is one of {', '.join(known)}{more}", did_you_mean(got, known))
+        raise ConfigError(path_of(name), got, f"It is one of {', '.join(known)}{more}", did_you_mean(got, known))
 
 
 def _check_main_params(got: object) -> None:
@@ -106,17 +107,17 @@ def _check_backend(backend: object, known: Collection[str]) -> None:
     for part in parts:
         if not isinstance(part, str) or part.lower() not in known:
             rule = "torch.distributed has no such backend"
-            raise ConfigError("process_group_backend", backend, rule, did_you_mean(part, known))
+            raise ConfigError("launch.process_group_backend", backend, rule, did_you_mean(part, known))
 
 
 def _check_duration(name: str, got: object, usual: int) -> None:
     if not isinstance(got, timedelta):
         near = got if isinstance(got, int | float) and not isinstance(got, bool) else 60 * usual
         fix = f"Use timedelta(seconds={near if 0 < near < MOST else 60 * usual})"
-        raise ConfigError(name, got, "It is a datetime.timedelta", fix)
+        raise ConfigError(path_of(name), got, "It is a datetime.timedelta", fix)
     if got <= timedelta(0):
         rule = "Operations between ranks take some time"
-        raise ConfigError(name, got, rule, f"Use a positive one, such as timedelta(minutes={usual})")
+        raise ConfigError(path_of(name), got, rule, f"Use a positive one, such as timedelta(minutes={usual})")
     if got > LONGEST:
         rule = f"It is at most {LONGEST.days} days"
-        raise ConfigError(name, got, rule, f"Use for instance timedelta(minutes={usual})")
+        raise ConfigError(path_of(name), got, rule, f"Use for instance timedelta(minutes={usual})")

@@ -152,7 +152,7 @@ def split(
         ConfigError: there are no samples, tensors disagree on their number, or packed rows cannot be assigned exactly.
     """
     if num_microbatches is not None and num_microbatches < 1:
-        raise ConfigError("num_microbatches", num_microbatches, "It counts microbatches", "Use 1 or more")
+        raise ConfigError("batching.num_microbatches", num_microbatches, "It counts microbatches", "Use 1 or more")
     samples = batch_samples(batch)
     if samples == 0:
         rule = "A batch has at least one sample"
@@ -212,7 +212,7 @@ def split_each(
             f"{uneven[0]} samples"
         )
         fix = "Use batch sizes that it divides, and drop_last=True. " + REMEDY
-        raise ConfigError("num_microbatches", num_microbatches, rule, fix)
+        raise ConfigError("batching.num_microbatches", num_microbatches, rule, fix)
     parts = [
         [value] * num_microbatches
         if value is None

@@ -526,15 +526,15 @@ class _LayerGroups:
 def _inner_size(plan: Plan, modality: str, ranks: tuple[int, ...]) -> int:
     """Ranks of the inner groups of a hybrid, or of a double ring: as given, or those of a node."""
     given = plan.modalities[modality]
-    if given.cp_mode == "hybrid":
-        assert given.ulysses_size is not None
-        return given.ulysses_size
-    if given.inner_ring_size is not None:
-        return given.inner_ring_size
+    if given.context.cp_mode == "hybrid":
+        assert given.context.ulysses_size is not None
+        return given.context.ulysses_size
+    if given.context.inner_ring_size is not None:
+        return given.context.inner_ring_size
     nodes = [rank // plan.layout.ranks_per_node for rank in ranks]
     size = nodes.count(nodes[0])
     even = all(len(set(nodes[first : first + size])) == 1 for first in range(0, len(nodes), size))
-    return size if given.cp_mode == "ring" and len(ranks) % size == 0 and even else len(ranks)
+    return size if given.context.cp_mode == "ring" and len(ranks) % size == 0 and even else len(ranks)
 
 
 def _cut(ranks: tuple[int, ...], size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

@@ -69,5 +69,5 @@ def count_of(step: Step) -> int:
         each = ", ".join(f"{count} of replica {replica}" for replica, count in sorted(counts.items()))
         rule = "Replicas that share ranks have equal numbers of microbatches in a step"
         fix = "Give them batches of equal sizes, or with num_microbatches of that many samples and more"
-        raise ConfigError("num_microbatches", each, rule, fix)
+        raise ConfigError("batching.num_microbatches", each, rule, fix)
     return max(counts.values())

@@ -145,13 +145,13 @@ def meeting(gathers: StepGathers | None, action: Action, deferred: Deferred | No
 def _refuse_gathers_around_experts(plan: Plan) -> None:
     """Refuse layers that are gathered at places that depend on the batch, between tokens that travel at such places."""
     for name, modality in plan.modalities.items():
-        if modality.reshard_after_forward and modality.ep_size > 1:
+        if modality.sharding.reshard_after_forward and modality.ep_size > 1:
             rule = (
                 "With ep_size tokens travel between the gathers of layers, and this backend runs both in the order of "
                 "issue, which replicas with unlike batches do not share"
             )
             fix = "Leave it unset, which gathers layers once for a step, or use gloo"
-            raise ConfigError(f"modalities.{name}.reshard_after_forward", True, rule, fix)
+            raise ConfigError(f"modalities.{name}.sharding.reshard_after_forward", True, rule, fix)
 
 
 def make_gathering(
@@ -172,7 +172,7 @@ def make_gathering(
         for name, cut in view.cuts.items():
             paths = plan.partition.parts[name].paths[cut.first : cut.last]
             layers.setdefault(key, []).extend((path, runtime.root.get_submodule(path)) for path in paths)
-            if plan.modalities[name].reshard_after_forward:
+            if plan.modalities[name].sharding.reshard_after_forward:
                 reshards.update(paths)
     names = runtime.root.named_parameters(remove_duplicate=False)
     return Gathering(shared, layers, names, reshards, groups, lambda: runtime.guard.is_dry)

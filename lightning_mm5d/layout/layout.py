@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 from lightning_mm5d.config.errors import ConfigError, nearest, one_of
 from lightning_mm5d.config.features import parts
+from lightning_mm5d.config.groups import path_of, value_of
 from lightning_mm5d.config.modality import Modality, colocated_dp
 from lightning_mm5d.config.options import AXES
 from lightning_mm5d.layout.even_split import shared_out
@@ -116,7 +117,7 @@ def _fits(modalities: Mapping[str, Modality], common: int, loss_modality: str) -
         if rest or (owner is not modality and modality.dp_size not in (None, replicas[name])):
             return False
         copies = replicas[name] * modality.cp_size
-        if any(copies % (getattr(modality, field) or 1) for field in _SHARING):
+        if any(copies % (value_of(modality, field) or 1) for field in _SHARING):
             return False
     if _unlike(modalities) is not None:
         return len(set(replicas.values())) == 1
@@ -153,7 +154,7 @@ def _axes(modalities: Mapping[str, Modality], common: int, loss_modality: str) -
 
 def _unlike(modalities: Mapping[str, Modality]) -> str | None:
     """The modality that says what each replica is like."""
-    return next((name for name, modality in modalities.items() if modality.lengths or modality.speeds), None)
+    return next((name for name, modality in modalities.items() if modality.lengths or modality.pipeline.speeds), None)
 
 
 def _check_unlike(modalities: Mapping[str, Modality], axes: Mapping[str, Sizes]) -> None:
@@ -169,13 +170,13 @@ def _check_unlike(modalities: Mapping[str, Modality], axes: Mapping[str, Sizes])
 def _check_shards(name: str, modality: Modality, size: Sizes) -> None:
     ranks = size.dp * size.cp
     for sharing in _SHARING:
-        shards = getattr(modality, sharing)
+        shards = value_of(modality, sharing)
         if shards is None or ranks % shards == 0:
             continue
         what = "With the inferred dp_size it" if modality.dp_size is None else "It"
         rule = f"{what} must divide dp_size * cp_size = {size.dp} * {size.cp}"
         fits = nearest(shards, lambda n: ranks % n == 0, reach=ranks)
-        raise ConfigError(f"modalities.{name}.{sharing}", shards, rule, f"Use {one_of(fits)}")
+        raise ConfigError(f"modalities.{name}.{path_of(sharing)}", shards, rule, f"Use {one_of(fits)}")
 
 
 def _check_pairs(name: str, modality: Modality, dp: int, ranks: int, other: str, replicas: int) -> None:
@@ -274,12 +275,16 @@ class Layout:
         Raises:
             ConfigError: when the sizes do not fill the world, do not pair up, or the placement is wrong.
         """
-        deals = any(one.pipelines is not None or one.speeds is not None for one in modalities.values())
+        deals = any(
+            one.pipeline.pipelines is not None or one.pipeline.speeds is not None for one in modalities.values()
+        )
         for replicas in parts("pipelines"):
             modalities = replicas.completed(modalities, world_size)
         axes = solve(modalities, world_size, loss_modality)
         pipelines = {name: one.lengths for name, one in modalities.items() if one.lengths}
-        given = next((tuple(one.speeds) for one in modalities.values() if one.speeds is not None), None)
+        given = next(
+            (tuple(one.pipeline.speeds) for one in modalities.values() if one.pipeline.speeds is not None), None
+        )
         order = tuple(one for one in placement or () if isinstance(one, str))
         blocks, slots = _slots(modalities, axes, _full_order(order, axes) if order else None)
         per_node = ranks_per_node or world_size

@@ -22,7 +22,8 @@ from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.features import part_of
-from lightning_mm5d.config.modality import Modality, PipelineTemplate, consumers_of
+from lightning_mm5d.config.groups import PipelineTemplate
+from lightning_mm5d.config.modality import Modality, consumers_of
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.partition.costs import Kept, Unit, balance, costed, depends_on_cut, kept_of, step_costs, units
 from lightning_mm5d.partition.find import find, position
@@ -99,7 +100,7 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     pipelines: dict[str, tuple[tuple[int, ...], ...]] = {}
 
     def balanced(name: str, modality: Modality, count: int) -> list[int]:
-        said = "pp_size" if modalities[name].pipelines is None else "pipelines"
+        said = "pp_size" if modalities[name].pipeline.pipelines is None else "pipelines"
         sizes = even_lengths(_enough(name, modality, count, said), modality.num_cuts)
         if modality.num_cuts == 1:
             return sizes
@@ -107,11 +108,11 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
         return _balanced(name, modality, rows[name], trainable, passes_on)
 
     for name, modality in modalities.items():
-        template, count = modality.pipeline_template, len(found.parts[name].paths)
+        template, count = modality.pipeline.pipeline_template, len(found.parts[name].paths)
         if not depends_on_cut(modality):
             kept[name] = kept_of(name, modality, [count])
             rows[name] = costed(rows[name], kept[name])
-        if modality.pipelines is not None:
+        if modality.pipeline.pipelines is not None:
             from_template = partial(_from_template, name=name, num_layers=count)
             sizes[name], pipelines[name] = part_of("cuts").cut(name, modality, count, balanced, from_template)
         elif template is None:
@@ -120,7 +121,7 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
             sizes[name], extra = _from_names(root, name, template.stages, found.parts[name])
             named |= {module: StageKey(name, stage) for module, stage in extra.items()}
         else:
-            sizes[name] = _from_template(f"modalities.{name}.pipeline_template", name, template, count)
+            sizes[name] = _from_template(f"modalities.{name}.pipeline.pipeline_template", name, template, count)
         if depends_on_cut(modality):
             kept[name] = kept_of(name, modality, sizes[name])
             rows[name] = costed(rows[name], kept[name])
@@ -181,7 +182,7 @@ def _balanced(
 
 def _enough(name: str, modality: Modality, num_layers: int, said: str) -> int:
     """The number of layers, where each stage gets one; else an error at the field that `said` how many stages."""
-    ranks, chunks, most = modality.stages, modality.pp_chunks, max(num_layers, 1)
+    ranks, chunks, most = modality.stages, modality.pipeline.pp_chunks, max(num_layers, 1)
     if ranks * chunks > most:
         several = f"{ranks} ranks with {chunks} chunks each are {ranks * chunks} stages. " if chunks > 1 else ""
         rule = f"{several}A stage needs at least one layer, and {name} has {num_layers or 'no list of'} layers"
@@ -224,7 +225,7 @@ def _from_offsets(field: str, name: str, offsets: Sequence[int], num_layers: int
 
 
 def _from_names(root: nn.Module, name: str, stages: Sequence[Any], parts: Parts) -> tuple[list[int], dict[str, int]]:
-    field = f"modalities.{name}.pipeline_template.stages"
+    field = f"modalities.{name}.pipeline.pipeline_template.stages"
     every = {full: full for full, _ in root.named_modules() if full}
     layer_of = {path: index for index, path in enumerate(parts.paths)}
     stage_of: dict[int, int] = {}

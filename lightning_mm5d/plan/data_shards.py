@@ -119,7 +119,7 @@ class DataShards:
         found = set[int]()
         for member in members:
             modality = self._plan.modalities[member.modality]
-            if modality.shared_stage == 3 and modality.reshard_after_forward:
+            if modality.shared_stage == 3 and modality.sharding.reshard_after_forward:
                 size = self._shard_size(member.modality)
                 found.update(*(block for block in self._blocks_of(member, size) if rank in block and len(block) > 1))
         return tuple(sorted(found.union(self.sharing_experts(key, rank))))
@@ -196,7 +196,7 @@ class DataShards:
 
     def _shard_size(self, modality: str) -> int:
         sizes = self._plan.layout.sizes(modality)
-        return self._plan.modalities[modality].dp_shard_size or sizes.dp * sizes.cp
+        return self._plan.modalities[modality].sharding.dp_shard_size or sizes.dp * sizes.cp
 
     def _blocks_of(self, key: StageKey, size: int) -> tuple[tuple[int, ...], ...]:
         """The blocks of a stage, of `size` ranks: ``((0, 1), (2, 3))``."""

@@ -55,7 +55,7 @@ def ordered_timing(plan: Plan) -> SumTiming:
     topology, owners, layout = plan.topology, plan.partition.owners, plan.layout
     alone = all(len(topology.connected_replicas(rank)) == 1 for rank in range(layout.size))
     alone &= all(layout.sizes(name).dp == layout.num_replicas for name in layout.modalities)
-    gathers = any(one.shared_stage == 3 and one.reshard_after_forward for one in plan.modalities.values())
+    gathers = any(one.shared_stage == 3 and one.sharding.reshard_after_forward for one in plan.modalities.values())
     return SumTiming(
         early=not gathers and (alone or not topology.edges),
         inside=not plan.experts and all(layout.sizes(name).cp == 1 for name in layout.modalities),
@@ -260,7 +260,7 @@ def _conditional(plan: Plan) -> str | None:
     that goes on to its attention would wait there for one that waits for it at experts.
     """
     for name, modality in plan.modalities.items():
-        if plan.layout.sizes(name).cp == 1 and not modality.sequence_parallel:
+        if plan.layout.sizes(name).cp == 1 and not modality.tensor.sequence_parallel:
             continue
         held = [layer.path for layer in plan.experts.values() if layer.modality == name]
         for path in plan.partition.parts[name].paths:

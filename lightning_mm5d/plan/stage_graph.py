@@ -224,7 +224,7 @@ class StageGraphs:
             return tuple(unit.scaled(1 / ranks) for unit in units) if ranks > 1 else units
         if not isinstance(cost, int | float):
             cost = cost[self.topology.pp_of(member.modality, member.number)]
-        return tuple(unit.scaled(cost / modality.pp_chunks / estimate) for unit in units)
+        return tuple(unit.scaled(cost / modality.pipeline.pp_chunks / estimate) for unit in units)
 
     def simulate(self, schedule: AnySchedule, count: int, module: nn.Module) -> Simulation:
         """Return the ideal timeline of one training step of all replicas; its unit is that of `timed_units`.

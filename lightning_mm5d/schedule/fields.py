@@ -39,4 +39,4 @@ def check_fields(fields: Mapping[str, Any], backends: Collection[str] = BACKENDS
     check_features(fields)
     if fields.get("microbatch_size") is not None and schedule not in SCHEDULES:
         rule = "A table or a function is for one number of microbatches, and with a size it follows from each batch"
-        raise ConfigError("microbatch_size", fields["microbatch_size"], rule, "Set num_microbatches instead")
+        raise ConfigError("batching.microbatch_size", fields["microbatch_size"], rule, "Set num_microbatches instead")

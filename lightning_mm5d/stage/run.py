@@ -100,7 +100,7 @@ class Pass:
         raise StageError(
             f"the step {what}, and the stages of {self._modality} begin with {firsts}, in this order: all that is "
             "before such a layer must run before it, and each of them once in every pass. Choose other cuts with "
-            f"modalities.{self._modality}.pipeline_template, or set modalities.{self._modality}.pp_size to 1"
+            f"modalities.{self._modality}.pipeline.pipeline_template, or set modalities.{self._modality}.pp_size to 1"
         )
 
 

@@ -250,5 +250,5 @@ def check_used(
             raise StageError(
                 f"{len(arrived)} hidden states arrived in stage {stage.name}, and the step entered its first "
                 f"layer {entered.get(modality, 0)} times: a layer that a stage begins with must run in every "
-                f"step. Choose another cut with modalities.{modality}.pipeline_template, or set pp_size to 1"
+                f"step. Choose another cut with modalities.{modality}.pipeline.pipeline_template, or set pp_size to 1"
             )

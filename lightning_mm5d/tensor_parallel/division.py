@@ -71,14 +71,14 @@ def divide(
     full = {path: why for path, why in unplanned(root, plans, layers).items() if path in around}
     for path, names in (experts or {}).items():
         found = place(names[0])
-        if found is not None and found[1] > 1 and modalities[found[0]].expert_tp_size == 1:
+        if found is not None and found[1] > 1 and modalities[found[0]].tensor.expert_tp_size == 1:
             whole |= dict.fromkeys(names, (path, found[0]))
     plans = _without(plans, {path for path, _ in whole.values()})
-    full_embeddings = {name for name, modality in modalities.items() if not modality.shard_embedding}
+    full_embeddings = {name for name, modality in modalities.items() if not modality.tensor.shard_embedding}
     multiples = {
-        name: modality.make_vocab_size_divisible_by
+        name: modality.tensor.make_vocab_size_divisible_by
         for name, modality in modalities.items()
-        if modality.make_vocab_size_divisible_by is not None
+        if modality.tensor.make_vocab_size_divisible_by is not None
     }
     division = resolve(root, plans, place, full_embeddings, pieces, multiples)
     _check_vocabularies(division, multiples)
@@ -132,11 +132,11 @@ def _check_divided(
 ) -> None:
     for path, names in experts.items():
         found = place(names[0])
-        given = 1 if found is None else modalities[found[0]].expert_tp_size
+        given = 1 if found is None else modalities[found[0]].tensor.expert_tp_size
         cut = [shard for name in names if (shard := division.shards.get(name)) is not None]
         if found is not None and given > 1 and (division.roles.get(path) != "experts" or any(s.dim == 0 for s in cut)):
             rule = f"No plan says how the experts of {path} are divided"
-            raise ConfigError(f"modalities.{found[0]}.expert_tp_size", given, rule, "Use expert_tp_size=1")
+            raise ConfigError(f"modalities.{found[0]}.tensor.expert_tp_size", given, rule, "Use expert_tp_size=1")
 
 
 def _check_vocabularies(division: Division, multiples: Mapping[str, int]) -> None:
@@ -145,7 +145,9 @@ def _check_vocabularies(division: Division, multiples: Mapping[str, int]) -> Non
             kind in ("embedding", "head") and division.groups[at] == name for at, kind in division.roles.items()
         ):
             rule = f"It is said of a vocabulary that tensor parallel ranks share, and those of {name!r} share none"
-            raise ConfigError(f"modalities.{name}.make_vocab_size_divisible_by", multiple, rule, "Leave it unset")
+            raise ConfigError(
+                f"modalities.{name}.tensor.make_vocab_size_divisible_by", multiple, rule, "Leave it unset"
+            )
 
 
 def _check_shared(partition: Partition, modalities: Mapping[str, Modality]) -> None:

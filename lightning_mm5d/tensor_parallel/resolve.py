@@ -309,7 +309,7 @@ class _Resolver:
                 head = next(full for full in users if full not in lookups)
                 rule = f"{lookups[0]} is tied to {head}, a head whose classes the ranks share"
                 fix = "Leave it out, or untie them (tie_word_embeddings: false in the model's config)"
-                raise ConfigError(f"modalities.{name}.shard_embedding", False, rule, fix)
+                raise ConfigError(f"modalities.{name}.tensor.shard_embedding", False, rule, fix)
             return
         self._degrees[name] = degree
         shard = joined([self._rows(name, names[0], weight.shape[0], degree)], 0, weight.shape[0])
@@ -334,7 +334,7 @@ class _Resolver:
         if multiple is None:
             return even_ranges(rows, degree)
         if rows <= multiple * (degree - 1):
-            field, most = f"modalities.{group}.make_vocab_size_divisible_by", (rows - 1) // (degree - 1)
+            field, most = f"modalities.{group}.tensor.make_vocab_size_divisible_by", (rows - 1) // (degree - 1)
             rule = f"{table!r} has {rows} rows, fewer than give each of {degree} ranks some in multiples of {multiple}"
             raise ConfigError(field, multiple, rule, f"Use {most} or less, or leave it unset")
         return even_blocks(rows, degree, multiple)

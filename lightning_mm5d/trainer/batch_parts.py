@@ -136,7 +136,7 @@ class BatchParts:
                 f"Use {len(found)} or fewer, or larger batches, or microbatch_size, where the number follows from each "
                 "batch"
             )
-            raise ConfigError("num_microbatches", self.count, rule, fix)
+            raise ConfigError("batching.num_microbatches", self.count, rule, fix)
         return found
 
     def joined(self, batch: Any, parts: Sequence[Microbatch]) -> Microbatch | None:
@@ -206,7 +206,9 @@ class BatchParts:
                 "The loss of each microbatch weighs as many samples as it holds, and tensors of the batch do not agree "
                 "on their number"
             )
-            raise ConfigError("microbatching", f"{len(parts)} parts of unknown numbers of samples", rule, _COUNT)
+            raise ConfigError(
+                "batching.microbatching", f"{len(parts)} parts of unknown numbers of samples", rule, _COUNT
+            )
         if tokens:
             for part in parts:
                 self._labels(part.batch)
@@ -242,7 +244,9 @@ class BatchParts:
         if not isinstance(found, (list, tuple)) or not 0 < len(found) <= count:
             got = f"{len(found)} parts" if isinstance(found, (list, tuple)) else type(found).__name__
             rule = f"The function that splits a batch into {count} microbatches returns a list of at most as many"
-            raise ConfigError("microbatching", got, rule, "Return a list of batches, each of one or more samples")
+            raise ConfigError(
+                "batching.microbatching", got, rule, "Return a list of batches, each of one or more samples"
+            )
         return found
 
     def _count_by_size(self, batch: Any) -> int:
@@ -251,7 +255,7 @@ class BatchParts:
         samples = batch_samples(batch)
         if samples is None:
             rule = "Tensors of this batch do not agree on its number of samples, and so on that of microbatches"
-            raise ConfigError("microbatch_size", self._size, rule, "Set num_microbatches instead")
+            raise ConfigError("batching.microbatch_size", self._size, rule, "Set num_microbatches instead")
         return -(-samples // self._size)
 
     def _labels(self, batch: Any) -> Tensor:
@@ -279,7 +283,7 @@ class BatchParts:
             )
         else:
             rule = "This batch has no tensor named labels, and training_step does not say which part of it they are"
-        raise ConfigError("loss_weight", "tokens", rule, _WEIGH)
+        raise ConfigError("batching.loss_weight", "tokens", rule, _WEIGH)
 
 
 def _at(batch: Any, path: Path) -> Any:

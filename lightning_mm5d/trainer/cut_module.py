@@ -76,7 +76,9 @@ class CutModule(Removable):
                 plan.division,
                 groups.tensor,
                 lines=groups.lines,
-                rings=[name for name, modality in plan.modalities.items() if modality.sequence_parallel == "ring"],
+                rings=[
+                    name for name, modality in plan.modalities.items() if modality.tensor.sequence_parallel == "ring"
+                ],
                 holds=held.__contains__,
                 device=device,
             )
@@ -90,7 +92,7 @@ class CutModule(Removable):
             if remove := feature.layers(module, layers, plan, lambda: self.runtime.in_lock_step):
                 self.changes.callback(remove)
         # compiled code would be compiled again for what watches functions around it
-        compiles = any(modality.compile for modality in plan.modalities.values())
+        compiles = any(modality.compute.compile for modality in plan.modalities.values())
         self._is_compiled = compiles or any(is_compiled(one) or is_compiled_in_place(one) for one in module.modules())
         self._interface = Interface() if groups.context else None
         if self._interface is not None:
@@ -183,6 +185,11 @@ class CutModule(Removable):
     def _shard_hidden_states(self) -> None:
         for name, modality in self._plan.modalities.items():
             layers = self._plan.partition.layers[name]
-            if modality.sequence_parallel and name in self._groups.tensor and name not in self._context and layers:
+            if (
+                modality.tensor.sequence_parallel
+                and name in self._groups.tensor
+                and name not in self._context
+                and layers
+            ):
                 assert self._tensor is not None
                 self._tensor.divide_sequences(self._module.get_submodule(layers), name)

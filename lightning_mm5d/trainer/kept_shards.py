@@ -16,6 +16,7 @@ from torch import nn
 from lightning_mm5d.checkpoint.module_state import tensors_of
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.features import FEATURES
+from lightning_mm5d.config.groups import value_of
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.plan.data_shards import DataShards
@@ -154,14 +155,14 @@ def kept_plan(
         raise ConfigError("modalities", _named(modalities), rule, f"Use {_named(kept.plan.modalities)}. {_FIX}")
     if kept.plan.main_params != main_params:
         rule = 'With checkpoint="sharded" each rank keeps the shards of its run, and this one has other main parameters'
-        raise ConfigError("main_params", main_params, rule, f"Use {kept.plan.main_params!r}. {_FIX}")
+        raise ConfigError("numerics.main_params", main_params, rule, f"Use {kept.plan.main_params!r}. {_FIX}")
     return kept.plan
 
 
 def _named(modalities: Mapping[str, Modality]) -> dict[str, Any]:
     sizes = ["dp_size", "tp_size", "pp_size", "cp_size", "zero_stage", "dp_shard_size", "ep_size", "expert_tp_size"]
     return {
-        name: {size: getattr(one, size) for size in sizes}
+        name: {size: value_of(one, size) for size in sizes}
         | {field: got for feature in FEATURES for field, got in feature.said(one).items()}
         for name, one in modalities.items()
     }

@@ -341,7 +341,7 @@ def make_launcher(strategy: LaunchedStrategy, *, start_method: Literal["popen", 
     check_lightning()
     if start_method not in ("popen", "spawn", "fork"):
         rule = "Processes are started by 'popen', 'spawn' or 'fork'"
-        raise ConfigError("start_method", start_method, rule, "Use 'popen' in a script, 'fork' in a notebook")
+        raise ConfigError("launch.start_method", start_method, rule, "Use 'popen' in a script, 'fork' in a notebook")
     assert strategy.cluster_environment is not None
     if start_method == "popen" or strategy.cluster_environment.creates_processes_externally:
         return ScriptLauncher(strategy)

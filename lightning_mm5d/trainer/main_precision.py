@@ -39,4 +39,6 @@ def check_main_params(said: str | None, module: pl.LightningModule, precision: P
     if not any(one.itemsize < dtype.itemsize for one in found):
         held = ", ".join(sorted(str(one).removeprefix("torch.") for one in found)) or "no floating-point"
         rule = f"Main parameters are wider than what layers compute in, and the module has {held} parameters"
-        raise ConfigError("main_params", said, rule, 'Use Trainer(precision="bf16-true"), or leave main_params unset')
+        raise ConfigError(
+            "numerics.main_params", said, rule, 'Use Trainer(precision="bf16-true"), or leave main_params unset'
+        )

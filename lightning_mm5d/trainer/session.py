@@ -151,7 +151,7 @@ class Session:
         world = range(plan.layout.size)
         together = self._groups.get(world, "turns", backend="gloo") if len(world) > 1 else None
         # on ranks without such layers too, which are asked for their numbers of microbatches
-        meets = any(modality.reshard_after_forward for modality in plan.modalities.values()) or plan.experts
+        meets = any(modality.sharding.reshard_after_forward for modality in plan.modalities.values()) or plan.experts
         self._meets = self._groups.get(world, "gathers of a step", backend="gloo") if meets else None
         self.turns = Turns(
             module.trainer,

@@ -75,10 +75,10 @@ def check_backend(backend: str | None, device: torch.device) -> None:
         if name in _BUILT_IN and not _BUILT_IN[name]():
             rule = f"The installed torch {torch.__version__} was built without {name.upper()}"
             fix = "'nccl'" if device.type == "cuda" and dist.is_nccl_available() else "'gloo'"
-            raise ConfigError("process_group_backend", backend, rule, f"Use {fix}, or leave it unset")
+            raise ConfigError("launch.process_group_backend", backend, rule, f"Use {fix}, or leave it unset")
     if backend is not None and backend.lower() == "nccl" and device.type == "cpu":
         rule = "NCCL carries tensors of NVIDIA GPUs, and the trainer has CPUs"
-        raise ConfigError("process_group_backend", backend, rule, "Use 'gloo', or leave it unset")
+        raise ConfigError("launch.process_group_backend", backend, rule, "Use 'gloo', or leave it unset")
 
 
 def required(value: T | None, method: str, rule: str, fix: str) -> T:
@@ -125,4 +125,6 @@ def check_batches(data: Sequence[Any], num_microbatches: int) -> None:
     for size in batch_sizes(data):
         if size < num_microbatches:
             rule = f"A batch of {size} samples cannot be split into more than {size} microbatches"
-            raise ConfigError("num_microbatches", num_microbatches, rule, f"Use {size} or fewer, or larger batches")
+            raise ConfigError(
+                "batching.num_microbatches", num_microbatches, rule, f"Use {size} or fewer, or larger batches"
+            )

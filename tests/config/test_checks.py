@@ -13,7 +13,8 @@ from jsonargparse import ArgumentParser, auto_cli
 
 from lightning_mm5d.config.checks import check
 from lightning_mm5d.config.errors import ConfigError, nearest, one_of
-from lightning_mm5d.config.modality import Modality, PipelineTemplate
+from lightning_mm5d.config.groups import PipelineTemplate
+from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.schedule import check_fields
 
 SCHEDULES = ("gpipe", "1f1b")
@@ -265,7 +266,7 @@ def test_refuses_a_template_with_another_number_of_stages() -> None:
 )
 def test_refuses_templates_that_are_empty_overlap_or_mix(stages: Any, where: str) -> None:
     error = refused_vision(pipeline_template=PipelineTemplate(stages=stages))
-    assert error.field == f"modalities.vision.pipeline_template.stages{where}"
+    assert error.field == f"modalities.vision.pipeline.pipeline_template.stages{where}"
 
 
 @pytest.mark.parametrize(
@@ -283,19 +284,19 @@ def test_refuses_templates_that_are_empty_overlap_or_mix(stages: Any, where: str
 )
 def test_refuses_offsets_that_are_no_whole_numbers_or_do_not_sum_to_zero(offsets: Any, where: str, fix: str) -> None:
     error = refused_vision(pipeline_template=PipelineTemplate(offsets=offsets))
-    assert (error.field, error.fix) == (f"modalities.vision.pipeline_template.offsets{where}", fix)
+    assert (error.field, error.fix) == (f"modalities.vision.pipeline.pipeline_template.offsets{where}", fix)
 
 
 def test_refuses_a_template_with_both_of_its_fields_or_none() -> None:
     both = refused_vision(pipeline_template=PipelineTemplate(stages=[2, 2], offsets=[0, 0]))
-    assert (both.field, both.fix) == ("modalities.vision.pipeline_template", "Leave offsets unset")
+    assert (both.field, both.fix) == ("modalities.vision.pipeline.pipeline_template", "Leave offsets unset")
     neither = refused_vision(pipeline_template=PipelineTemplate())
-    assert neither.field == "modalities.vision.pipeline_template"
+    assert neither.field == "modalities.vision.pipeline.pipeline_template"
     assert "offsets=[0, 0]" in neither.fix
 
 
 def test_refuses_a_template_that_is_none() -> None:
-    assert refused_vision(pipeline_template=[2, 2]).field == "modalities.vision.pipeline_template"
+    assert refused_vision(pipeline_template=[2, 2]).field == "modalities.vision.pipeline.pipeline_template"
 
 
 @pytest.mark.parametrize("field", ["module", "boundary"])

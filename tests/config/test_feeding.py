@@ -42,7 +42,7 @@ def test_encoders_feed_the_language_model_and_all_losses_meet_in_the_last_stage(
         ({"feeds_from": "language", "feeds": "all"}, r"modalities.a.feeds: got 'all'.*Leave feeds unset"),
         ({"feeds_from": "b"}, r"is a circle"),
         ({"feeds_from": "vision"}, r"runs after 'language'.*Use \['language', 'vision'\]"),
-        ({"feeds_from": "language", "cp_mode": "items"}, r"modalities.a.cp_mode"),
+        ({"feeds_from": "language", "cp_mode": "items"}, r"modalities.a.context.cp_mode"),
     ],
 )
 def test_what_no_step_could_run_is_refused(said: dict[str, Any], error: str) -> None:

@@ -145,7 +145,7 @@ def kept(run: Run) -> Any:
     """Fit, use the module, validate and fit again with the shards that are kept."""
     module, errors = Trained(), []
     run.trainer(max_epochs=1).fit(module, run.training(), run.loader(8))
-    if run.layout is not None and run.layout.modalities["language"].zero_stage == 3:
+    if run.layout is not None and run.layout.modalities["language"].sharding.zero_stage == 3:
         for use in (module.state_dict, lambda: module(next(iter(run.loader(8))))):
             with pytest.raises(RemoteParameterError) as error:
                 use()

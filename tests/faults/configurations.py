@@ -117,7 +117,7 @@ PYTHON: dict[str, Wrong] = {
     ),
     "chunks that do not divide the template": Wrong(
         {"modalities": {"language": Modality(pp_chunks=2, pipeline_template=PipelineTemplate(stages=[1, 1, 1]))}},
-        "modalities.language.pp_chunks",
+        "modalities.language.pipeline.pp_chunks",
         "divides",
     ),
     "chunks of one stage": _vision("pp_chunks", 2, "pp_size=2"),
@@ -230,12 +230,12 @@ YAML: dict[str, Wrong] = {
     "a size that is a dict": Wrong(_of_language("dp_size: {a: 2}"), "modalities.language.dp_size", "The nearest"),
     "an unknown field": Wrong(_of_language("pp_sise: 2"), "modalities.language.pp_sise", "'pp_size'"),
     "a field of a template": Wrong(
-        _of_language("pipeline_template: {stage: [1]}"), "modalities.language.pipeline_template.stage", "'stages'"
+        _of_language("pipeline_template: {stage: [1]}"), "modalities.language.pipeline.pipeline_template.stage", "'stages'"
     ),
     "a template that is a list": Wrong(
-        _of_language("pipeline_template: [1, 1]"), "modalities.language.pipeline_template", "PipelineTemplate("
+        _of_language("pipeline_template: [1, 1]"), "modalities.language.pipeline.pipeline_template", "PipelineTemplate("
     ),
-    "an unknown cp_mode": Wrong(_of_language("cp_mode: rings"), "modalities.language.cp_mode", "'ring'"),
+    "an unknown cp_mode": Wrong(_of_language("cp_mode: rings"), "modalities.language.context.cp_mode", "'ring'"),
     "feeds by an unknown word": Wrong(
         "modalities: {vision: {feeds: al}, language: {}}", "modalities.vision.feeds", "'all'"
     ),

@@ -64,19 +64,19 @@ CASES: dict[str, Wrong] = {
     "more stages than layers": Wrong(_language(pp_size=7), "modalities.language.pp_size", "4", {"devices": 8}),
     "a template of too many layers": Wrong(
         _language(pipeline_template=PipelineTemplate(stages=[4, 4])),
-        "modalities.language.pipeline_template",
+        "modalities.language.pipeline.pipeline_template",
         "",
         {"devices": 3},
     ),
     "a template of layers that are not there": Wrong(
         _language(pipeline_template=PipelineTemplate(stages=[["layers.0"], ["layers.9"]])),
-        "modalities.language.pipeline_template",
+        "modalities.language.pipeline.pipeline_template",
         "",
         {"devices": 3},
     ),
     "an offset below no layers": Wrong(
         _language(pipeline_template=PipelineTemplate(offsets=[3, -3])),
-        "modalities.language.pipeline_template",
+        "modalities.language.pipeline.pipeline_template",
         "",
         {"devices": 3},
     ),

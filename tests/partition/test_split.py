@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from cuts import HEAD, LAYER, by_offsets, cut, llama, llava, train_only
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.modality import Modality, PipelineTemplate
+from lightning_mm5d.config.groups import PipelineTemplate
+from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.partition import partition
 from zoo import CASES
 
@@ -76,7 +77,7 @@ def test_offsets_change_the_even_split() -> None:
 def test_offsets_that_leave_a_stage_empty_are_refused_with_the_sizes() -> None:
     with pytest.raises(ConfigError) as caught:
         cut(llama(num_hidden_layers=10), language=by_offsets(2, 0, 1, -3))
-    assert caught.value.field == "modalities.language.pipeline_template.offsets"
+    assert caught.value.field == "modalities.language.pipeline.pipeline_template.offsets"
     assert "[5, 3, 3, -1]" in caught.value.rule
     assert caught.value.fix == "Use [0, 0, 1, -1], which gives [3, 3, 3, 1]"
 
@@ -84,7 +85,7 @@ def test_offsets_that_leave_a_stage_empty_are_refused_with_the_sizes() -> None:
 def test_offsets_for_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         cut(llama(), language=by_offsets(0, 0, 0, 0, 0))
-    assert caught.value.field == "modalities.language.pipeline_template.offsets"
+    assert caught.value.field == "modalities.language.pipeline.pipeline_template.offsets"
     assert caught.value.fix == "Use at most 4 stages"
 
 

@@ -33,7 +33,7 @@ def test_a_callback_that_needs_whole_parameters_is_refused() -> None:
 
 
 def test_a_wrong_type_of_sequence_parallel_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"modalities\.language\.sequence_parallel: got 'yes'"):
+    with pytest.raises(ConfigError, match=r"modalities\.language\.tensor\.sequence_parallel: got 'yes'"):
         strategy({"language": Modality(tp_size=2, sequence_parallel="yes")})
 
 

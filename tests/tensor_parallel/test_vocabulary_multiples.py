@@ -276,7 +276,7 @@ def planned(name: str, **modalities: Modality) -> Any:
 def test_wrong_multiples_are_refused_by_the_configuration(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         strategy({"language": Modality(**fields)})
-    assert caught.value.field == "modalities.language.make_vocab_size_divisible_by"
+    assert caught.value.field == "modalities.language.tensor.make_vocab_size_divisible_by"
 
 
 def test_multiples_that_leave_a_rank_without_rows_are_refused_with_those_that_fit() -> None:

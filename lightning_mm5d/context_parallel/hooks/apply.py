@@ -156,7 +156,7 @@ class ContextParallel(Removable):
         self._recent = Cache(16)
         self._generates = False
         members = [module for layer in layers.children() for module in layer.modules()]
-        mode: Any = "allgather" if modality.cp_mode == "items" else modality.cp_mode
+        mode: Any = "allgather" if modality.context.cp_mode == "items" else modality.context.cp_mode
         self._attention = Attention(name, mode, ranks.context, members, active, interface.caches)
         self._attention.takes_products = takes_products(members)
         self.replaying = self._attention.replaying
@@ -176,7 +176,7 @@ class ContextParallel(Removable):
         self._ways = LayerWays(name, layers, self._attention, self._modules, ranks, self._patch_whole, device)
         for index, layer in enumerate(layers.children()):
             self._patch(layer, index)
-        if modality.cp_mode != "items":
+        if modality.context.cp_mode != "items":
             for module in drawers:
                 self._patch_draws(module)
         for module in root.modules():

@@ -84,13 +84,13 @@ class Assignment:
         work: Callable[[int, int], Tensor],
         caches: Caches,
     ) -> None:
-        self._by_items, self._distribution = modality.cp_mode == "items", modality.cp_distribution
+        self._by_items, self._distribution = modality.context.cp_mode == "items", modality.context.cp_distribution
         self._work, self._splits, self._host = work, caches.tokens, caches.host
         self._degree = ranks.context.whole.size
         self._holders = Holders(ranks.context.whole, self._degree, averages)
         if ranks.tensor is not None:
             self._holders.finer = Holders(ranks.sharing, self._degree, averages, ranks.tensor, coarser=self._holders)
-        self._shards_tokens = modality.sequence_parallel and ranks.tensor is not None
+        self._shards_tokens = modality.tensor.sequence_parallel and ranks.tensor is not None
         self._least = ranks.sharing.size // self._degree  # tokens of a rank that its tensor parallel ranks can share
         self._sequences: weakref.WeakValueDictionary[Any, ShardedSequence] = weakref.WeakValueDictionary()
         self._recent = Cache(4)

@@ -323,7 +323,7 @@ class Attention:
                 "split, and their backward cannot tell which split it was"
             )
             fix = "Use 'zigzag', or no activation checkpointing"
-            raise ConfigError(f"modalities.{self._name}.cp_distribution", "makespan_min", rule, fix)
+            raise ConfigError(f"modalities.{self._name}.context.cp_distribution", "makespan_min", rule, fix)
         return next(iter(found), _Turn(None, False))
 
     def _noted_now(self) -> dict[_Place, set[_Turn]]:

@@ -66,7 +66,7 @@ def check_layers(modalities: Mapping[str, Modality], root: nn.Module, layers: Ma
         if path is None:
             rule = f"{name!r} has no list of layers, between which its sequences could be sharded"
             raise ConfigError(f"modalities.{name}.cp_size", modality.cp_size, rule, "Use 1")
-        if modality.cp_mode == "items":
+        if modality.context.cp_mode == "items":
             continue
         for index, layer in root.get_submodule(path).named_children():
             _check_dropout(name, modality, f"{path}.{index}", layer, read.mixers(layer))

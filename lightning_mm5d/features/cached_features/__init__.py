@@ -1,1 +1,1 @@
-"""Features of a frozen encoder that are computed once and kept on disk: ``Modality.cache_features``."""
+"""Features of a frozen encoder that are computed once and kept on disk: ``Modality.memory.cache_features``."""

@@ -89,9 +89,9 @@ class CachedFeatures(Removable):
     def __init__(self, runtime: Runtime, modalities: Mapping[str, Modality], device: torch.device) -> None:
         here = {name for stage in runtime.stages for name in stage.cuts}
         for name, modality in modalities.items():
-            if modality.cache_features is None or name not in here:
+            if modality.memory.cache_features is None or name not in here:
                 continue
-            files = FeatureFiles(modality.cache_features, f"modalities.{name}.cache_features")
+            files = FeatureFiles(modality.memory.cache_features, f"modalities.{name}.memory.cache_features")
             for boundary in runtime.partition.encoders[name].boundaries:
                 found = used_fields(runtime.root, boundary.path, boundary.method)
                 runtime.wanted.setdefault(boundary.name, found)
@@ -126,7 +126,7 @@ class _CachedCall:
         self, runtime: Runtime, modality: str, boundary: Boundary, files: FeatureFiles, device: torch.device
     ) -> None:
         self._runtime, self._boundary, self._files, self._device = runtime, boundary, files, device
-        self._modality, self._field = modality, f"modalities.{modality}.cache_features"
+        self._modality, self._field = modality, f"modalities.{modality}.memory.cache_features"
         self.module = runtime.root.get_submodule(boundary.path)
         owned = [name for name in runtime.partition.owners if modality in runtime.partition.users(name)]
         self._state = EncoderState(runtime.root, boundary.path, boundary.method, owned, device)
@@ -439,7 +439,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 class CacheFeatures(Feature):
-    """The field `Modality.cache_features`: the folder in which features are kept."""
+    """The field `Modality.memory.cache_features`: the folder in which features are kept."""
 
     def check(self, module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
         """Refuse encoders whose features change from step to step.
@@ -450,9 +450,9 @@ class CacheFeatures(Feature):
             ConfigError: parameters are trained, or a dropout or batch norm is in training mode.
         """
         for name, modality in plan.modalities.items():
-            if modality.cache_features is None:
+            if modality.memory.cache_features is None:
                 continue
-            field, got = f"modalities.{name}.cache_features", modality.cache_features
+            field, got = f"modalities.{name}.memory.cache_features", modality.memory.cache_features
             owned = [full for full in plan.partition.owners if name in plan.partition.users(full)]
             parameters = dict(module.named_parameters(remove_duplicate=False))
             trained = [full for full in owned if full in parameters and parameters[full].requires_grad]
@@ -478,7 +478,7 @@ class CacheFeatures(Feature):
 
     def cut(self, runtime: Runtime, plan: Plan, device: torch.device) -> Callable[[], None] | None:
         """Look calls of boundaries up before they are computed, and before any patch says that another rank does."""
-        if all(modality.cache_features is None for modality in plan.modalities.values()):
+        if all(modality.memory.cache_features is None for modality in plan.modalities.values()):
             return None
         return CachedFeatures(runtime, plan.modalities, device).remove
 

@@ -1,4 +1,4 @@
-"""Checks of `Modality.cache_features`: an encoder whose ranks each compute it by themselves."""
+"""Checks of `Modality.memory.cache_features`: an encoder whose ranks each compute it by themselves."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def check(fields: Mapping[str, Any]) -> None:
             unlike.
     """
     modalities: Mapping[str, Modality] = fields.get("modalities") or {}
-    if all(modality.cache_features is None for modality in modalities.values()):
+    if all(modality.memory.cache_features is None for modality in modalities.values()):
         return
     main, decoders = main_modality_of(modalities), decoders_of(modalities)
-    unlike = next((name for name, modality in modalities.items() if modality.pipelines is not None), None)
+    unlike = next((name for name, modality in modalities.items() if modality.pipeline.pipelines is not None), None)
     for name, modality in modalities.items():
-        if modality.cache_features is not None:
+        if modality.memory.cache_features is not None:
             _check(name, modality, is_encoder=name != main and name not in decoders, unlike=unlike)
 
 
 def _check(name: str, modality: Modality, *, is_encoder: bool, unlike: str | None) -> None:
-    said, where = modality.cache_features, f"modalities.{name}.cache_features"
+    said, where = modality.memory.cache_features, f"modalities.{name}.memory.cache_features"
     if not isinstance(said, str) or not said.strip():
         rule = "It is the folder in which features are kept"
         raise ConfigError(where, said, rule, "Use a path such as 'features/vision', or leave it unset")
@@ -45,5 +45,5 @@ def _check(name: str, modality: Modality, *, is_encoder: bool, unlike: str | Non
         rule = "Each rank looks features up by itself, and with zero_stage=3 ranks share the parameters of the encoder"
         raise ConfigError(where, said, rule, "Use offload='parameters' to save memory, or leave it unset")
     if unlike is not None:
-        rule = f"It does not go with unlike pipelines (modalities.{unlike}.pipelines)"
+        rule = f"It does not go with unlike pipelines (modalities.{unlike}.pipeline.pipelines)"
         raise ConfigError(where, said, rule, "Leave it unset")

@@ -45,22 +45,22 @@ class Compile(Feature):
     def check(self, module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
         """Refuse a backend that torch does not know, and ``inductor`` on a machine without a compiler."""
         for name, modality in plan.modalities.items():
-            if not modality.compile:
+            if not modality.compute.compile:
                 continue
-            field, known = f"modalities.{name}.compile", torch.compiler.list_backends(exclude_tags=None)
-            backend = modality.compile if isinstance(modality.compile, str) else "inductor"
+            field, known = f"modalities.{name}.compute.compile", torch.compiler.list_backends(exclude_tags=None)
+            backend = modality.compute.compile if isinstance(modality.compute.compile, str) else "inductor"
             if backend not in known:
                 raise ConfigError(field, backend, "torch knows no such backend", did_you_mean(backend, known))
             compilers = [os.environ.get("CXX", "g++"), "clang++", "c++"]
             if backend == "inductor" and not torch.accelerator.is_available() and not any(map(shutil.which, compilers)):
                 rule = "On CPU inductor needs a C++ compiler, and this machine has none"
-                raise ConfigError(field, modality.compile, rule, "Install g++, or use 'aot_eager' or false")
+                raise ConfigError(field, modality.compute.compile, rule, "Install g++, or use 'aot_eager' or false")
 
     def layers(
         self, module: pl.LightningModule, layers: Mapping[str, list[str]], plan: Plan, in_lock_step: Callable[[], bool]
     ) -> Callable[[], None] | None:
         """Compile the forwards of this rank's layers."""
-        if not any(modality.compile for modality in plan.modalities.values()):
+        if not any(modality.compute.compile for modality in plan.modalities.values()):
             return None
         return _CompiledLayers(module, layers, plan.modalities, plan.partition.kept, in_lock_step).remove
 
@@ -91,7 +91,7 @@ class _CompiledLayers(Removable):
             modality, functions = modalities[name], dict[Any, Callable[..., Any]]()
             for path in dict.fromkeys(paths):
                 layer = root.get_submodule(path)
-                if modality.compile and not any(map(is_compiled, layer.modules())):
+                if modality.compute.compile and not any(map(is_compiled, layer.modules())):
                     self._keep_outside(layer)
                     self._patch(layer, functions, modality, recomputes=name in again)
 
@@ -122,7 +122,7 @@ class _CompiledLayers(Removable):
 
 
 def _compiled(function: Callable[..., Any], modality: Modality, *, recomputes: bool) -> Callable[..., Any]:
-    backend = modality.compile if isinstance(modality.compile, str) else "inductor"
+    backend = modality.compute.compile if isinstance(modality.compute.compile, str) else "inductor"
     return torch.compile(  # type: ignore[call-overload]
         function,
         backend=backend,

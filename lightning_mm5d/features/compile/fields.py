@@ -15,11 +15,11 @@ def check(fields: Mapping[str, Any]) -> None:
         ConfigError: at the first field that cannot work.
     """
     for name, modality in (fields.get("modalities") or {}).items():
-        field, said = f"modalities.{name}.compile", modality.compile
+        field, said = f"modalities.{name}.compute.compile", modality.compute.compile
         if not isinstance(said, bool | str) or not (isinstance(said, bool) or said.strip()):
             rule = "It is true, false or the name of a backend of torch.compile"
             raise ConfigError(field, said, rule, f"Use {bool(said)}")
-        if said and modality.sequence_parallel:
+        if said and modality.tensor.sequence_parallel:
             rule = (
                 "With sequence_parallel layers take hidden states that stand for shards of other ranks, and run "
                 "uncompiled"

@@ -1,1 +1,1 @@
-"""Numbers that travel between ranks in fewer bits: ``Modality.communication_dtype``."""
+"""Numbers that travel between ranks in fewer bits: ``Modality.communication.communication_dtype``."""

@@ -41,7 +41,7 @@ class Communication:
 
 def communication_of(modality: Modality) -> Communication:
     """Return what a modality says, whose `communication_dtype` has passed its check."""
-    said: Any = modality.communication_dtype
+    said: Any = modality.communication.communication_dtype
     if said is None or isinstance(said, str):
         return Communication(**dict.fromkeys(KINDS, said))
     return Communication(**said)
@@ -54,30 +54,30 @@ def check(fields: Mapping[str, Any]) -> None:
         ConfigError: at the first field that cannot work.
     """
     for name, modality in (fields.get("modalities") or {}).items():
-        field, said = f"modalities.{name}", modality.communication_dtype
+        field, said = f"modalities.{name}", modality.communication.communication_dtype
         if said is not None:
-            _check_said(f"{field}.communication_dtype", said)
+            _check_said(f"{field}.communication.communication_dtype", said)
             _check_layers(field, modality)
 
 
 def alone(modality: Modality) -> tuple[str, str] | None:
     """Return why stages of `modality` cannot compute microbatches side by side, and what they could with."""
-    if modality.communication_dtype is None:
+    if modality.communication.communication_dtype is None:
         return None
     rule = "communication_dtype messages of another type on the wire are not sent side by side"
     return rule, "leave communication_dtype unset"
 
 
 def _check_layers(field: str, modality: Modality) -> None:
-    dtype, mode = communication_of(modality).of("tensor_parallel"), modality.tp_mode
-    if dtype is not None and modality.sequence_parallel == "ring":
+    dtype, mode = communication_of(modality).of("tensor_parallel"), modality.tensor.tp_mode
+    if dtype is not None and modality.tensor.sequence_parallel == "ring":
         rule = f"Rows travel around the ring in the type that layers compute in, not in {dtype}"
         fix = "Name the other kinds of communication_dtype alone, or use sequence_parallel=True"
-        raise ConfigError(f"{field}.sequence_parallel", modality.sequence_parallel, rule, fix)
-    if dtype is not None and mode != "1d" and modality.tp_size * modality.tp_depth > 1:
+        raise ConfigError(f"{field}.tensor.sequence_parallel", modality.tensor.sequence_parallel, rule, fix)
+    if dtype is not None and mode != "1d" and modality.tp_size * modality.tensor.tp_depth > 1:
         rule = f"Panels of a grid travel in the type that layers compute in, and tp_mode is {mode!r}"
         fix = "Leave out communication_dtype, or use tp_mode='1d'"
-        raise ConfigError(f"{field}.communication_dtype", dtype, rule, fix)
+        raise ConfigError(f"{field}.communication.communication_dtype", dtype, rule, fix)
 
 
 def _check_said(field: str, said: object) -> None:

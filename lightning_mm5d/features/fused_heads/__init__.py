@@ -1,1 +1,1 @@
-"""Heads whose logits are computed with their loss, in chunks: ``Modality.fused_linear_cross_entropy``."""
+"""Heads whose logits are computed with their loss, in chunks: ``Modality.compute.fused_linear_cross_entropy``."""

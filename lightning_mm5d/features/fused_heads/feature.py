@@ -27,7 +27,7 @@ from lightning_mm5d.trainer.feature import Feature
 
 
 class FusesHeads(Feature):
-    """The field `Modality.fused_linear_cross_entropy`."""
+    """The field `Modality.compute.fused_linear_cross_entropy`."""
 
     def check(self, module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
         """Refuse a module none of whose models names a linear layer as its output embeddings."""
@@ -37,7 +37,7 @@ class FusesHeads(Feature):
                 "Leave it unset, or let the model have that method as models of transformers do. It must return a "
                 "torch.nn.Linear without an adapter, such as one of LoRA, on it"
             )
-            raise ConfigError(f"modalities.{name}.fused_linear_cross_entropy", True, rule, fix)
+            raise ConfigError(f"modalities.{name}.compute.fused_linear_cross_entropy", True, rule, fix)
 
     def needs_schedule(self, plan: Plan) -> bool:
         """Whether there is a step to end."""
@@ -61,7 +61,7 @@ def heads(root: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _fused(plan: Plan) -> str | None:
-    return next((name for name, one in plan.modalities.items() if one.fused_linear_cross_entropy), None)
+    return next((name for name, one in plan.modalities.items() if one.compute.fused_linear_cross_entropy), None)
 
 
 class FusedHeads(Removable):

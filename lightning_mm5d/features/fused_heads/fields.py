@@ -1,4 +1,4 @@
-"""Checks of `Modality.fused_linear_cross_entropy`."""
+"""Checks of `Modality.compute.fused_linear_cross_entropy`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def check(fields: Mapping[str, Any]) -> None:
     """
     modalities = fields.get("modalities") or {}
     for name, modality in modalities.items():
-        field, said = f"modalities.{name}.fused_linear_cross_entropy", modality.fused_linear_cross_entropy
+        field, said = (
+            f"modalities.{name}.compute.fused_linear_cross_entropy",
+            modality.compute.fused_linear_cross_entropy,
+        )
         if not isinstance(said, bool):
             raise ConfigError(field, said, "It is true or false", f"Use {bool(said)}")
         if said and name not in (main_modality_of(modalities), *decoders_of(modalities)):

@@ -73,7 +73,7 @@ class GridShape:
     @classmethod
     def of(cls, modality: Modality) -> GridShape | None:
         """Return the grid of a modality; None where its layers are sharded along one dim, or not at all."""
-        mode, size, depth = modality.tp_mode, modality.tp_size, modality.tp_depth
+        mode, size, depth = modality.tensor.tp_mode, modality.tp_size, modality.tensor.tp_depth
         if mode == "1d" or size == 1:
             return None
         side = grid_side(mode, size, depth)

@@ -11,7 +11,7 @@ from lightning_mm5d.trainer.feature import Feature
 
 
 class OnGrids(Feature):
-    """The fields `Modality.tp_mode` and `Modality.tp_depth`; `layers_in_blocks` divides the layers."""
+    """The fields `Modality.tensor.tp_mode` and `Modality.tensor.tp_depth`; `layers_in_blocks` divides the layers."""
 
     def check(self, module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
         """Refuse manual optimization."""

@@ -8,6 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 from lightning_mm5d.config.checks import check_count
 from lightning_mm5d.config.errors import ConfigError, did_you_mean, one_of
+from lightning_mm5d.config.groups import TensorOptions, path_of
 from lightning_mm5d.config.modality import Modality
 
 
@@ -35,21 +36,21 @@ def check(fields: Mapping[str, Any]) -> None:
 
 def alone(modality: Modality) -> tuple[str, str] | None:
     """Return why stages of `modality` cannot compute microbatches side by side, and what they could with."""
-    if modality.tp_mode == "1d":
+    if modality.tensor.tp_mode == "1d":
         return None
-    return f"tp_mode={modality.tp_mode!r} a product waits for its panels by itself", "use tp_mode='1d'"
+    return f"tp_mode={modality.tensor.tp_mode!r} a product waits for its panels by itself", "use tp_mode='1d'"
 
 
 def _check(field: str, modality: Modality) -> None:
-    mode, size, depth = modality.tp_mode, modality.tp_size, modality.tp_depth
-    check_count(f"{field}.tp_depth", depth)
-    known = get_args(get_type_hints(Modality)["tp_mode"])
+    mode, size, depth = modality.tensor.tp_mode, modality.tp_size, modality.tensor.tp_depth
+    check_count(f"{field}.tensor.tp_depth", depth)
+    known = get_args(get_type_hints(TensorOptions)["tp_mode"])
     if mode not in known:
         rule = f"It is one of {', '.join(known)}"
-        raise ConfigError(f"{field}.tp_mode", mode, rule, did_you_mean(str(mode), known))
+        raise ConfigError(f"{field}.tensor.tp_mode", mode, rule, did_you_mean(str(mode), known))
     if mode != "2.5d" and depth != 1:
         rule = f"It is the depth of a grid of tp_mode='2.5d', and tp_mode is {mode!r}"
-        raise ConfigError(f"{field}.tp_depth", depth, rule, "Leave it unset, or use tp_mode='2.5d'")
+        raise ConfigError(f"{field}.tensor.tp_depth", depth, rule, "Leave it unset, or use tp_mode='2.5d'")
     if mode == "1d" or (size == 1 and depth == 1):
         return
     if grid_side(mode, size, depth) < 2:
@@ -61,15 +62,15 @@ def _check(field: str, modality: Modality) -> None:
             f"{field}.tp_size", size, rule, f"The nearest are {one_of(near)}; any number fits tp_mode='1d'"
         )
     refused = {
-        "sequence_parallel": (modality.sequence_parallel, "Hidden states are in blocks on all ranks already"),
+        "sequence_parallel": (modality.tensor.sequence_parallel, "Hidden states are in blocks on all ranks already"),
         "cp_size": (modality.cp_size if modality.cp_size > 1 else None, "A grid shards samples, not sequences"),
         "ep_size": (modality.ep_size if modality.ep_size > 1 else None, "Experts are not sharded over a grid"),
-        "compile": (modality.compile, "Layers on a grid wait for other ranks between their products"),
+        "compile": (modality.compute.compile, "Layers on a grid wait for other ranks between their products"),
     }
     for name, (said, rule) in refused.items():
         if said:
             rule = f"{rule}, and tp_mode is {mode!r}"
-            raise ConfigError(f"{field}.{name}", said, rule, f"Leave out {name}, or use tp_mode='1d'")
+            raise ConfigError(f"{field}.{path_of(name)}", said, rule, f"Leave out {name}, or use tp_mode='1d'")
 
 
 def _ranks(mode: str, side: int, depth: int) -> int:

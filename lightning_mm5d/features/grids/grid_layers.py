@@ -335,4 +335,4 @@ class GridChecks:
 
     @property
     def _field(self) -> str:
-        return f"modalities.{self._modality}.tp_mode"
+        return f"modalities.{self._modality}.tensor.tp_mode"

@@ -321,7 +321,7 @@ class Grids:
             if several is not None:
                 rule = f"{several!r} is shared with another modality, so it cannot be in blocks over the grid of one"
                 mode = self.shapes[modality].mode
-                raise ConfigError(f"modalities.{modality}.tp_mode", mode, rule, "Use tp_mode='1d'")
+                raise ConfigError(f"modalities.{modality}.tensor.tp_mode", mode, rule, "Use tp_mode='1d'")
         plans = dict[str, LayersInBlocks]()
         ways = _ways(division)
         for name, shape in self.shapes.items():
@@ -341,7 +341,9 @@ def _layers_of(root: nn.Module, partition: Partition, modality: str, shape: Grid
     path = partition.layers[modality]
     if path is None:
         rule = f"The layers on a grid are those of a list of layers, and {modality!r} has none"
-        raise ConfigError(f"modalities.{modality}.tp_mode", shape.mode, rule, "Use tp_mode='1d' for this modality")
+        raise ConfigError(
+            f"modalities.{modality}.tensor.tp_mode", shape.mode, rule, "Use tp_mode='1d' for this modality"
+        )
     return [f"{path}.{name}" for name, _ in root.get_submodule(path).named_children()]
 
 
@@ -491,7 +493,7 @@ class _Layer:
 
     def _refuse(self, path: str, why: str) -> None:
         rule = f"Everything in a layer is in blocks over the grid, and of {path} that is not known: {why}"
-        raise ConfigError(f"modalities.{self._group}.tp_mode", self._shape.mode, rule, _FIX)
+        raise ConfigError(f"modalities.{self._group}.tensor.tp_mode", self._shape.mode, rule, _FIX)
 
 
 def _ways(division: Division) -> dict[str, dict[str, str]]:

@@ -1,1 +1,1 @@
-"""Microbatches that a stage computes side by side: ``Modality.interleaved_microbatches``."""
+"""Microbatches that a stage computes side by side: ``Modality.pipeline.interleaved_microbatches``."""

@@ -33,7 +33,7 @@ _OWN = frozenset(vars(nn.Module())) | {"forward"}
 
 
 class InterleavedMicrobatches(Feature):
-    """The field `Modality.interleaved_microbatches`."""
+    """The field `Modality.pipeline.interleaved_microbatches`."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._schedule = fields["schedule"]
@@ -44,7 +44,10 @@ class InterleavedMicrobatches(Feature):
         It also refuses stages that hold what they cannot wait for in turns.
         """
         for name, modality in plan.modalities.items():
-            field, count = f"modalities.{name}.interleaved_microbatches", modality.interleaved_microbatches
+            field, count = (
+                f"modalities.{name}.pipeline.interleaved_microbatches",
+                modality.pipeline.interleaved_microbatches,
+            )
             if count == 1:
                 continue
             if callable(self._schedule) or is_table(self._schedule):
@@ -172,8 +175,8 @@ class Interleaving(Attached):
             self._writes.add(stage)
             what = f"write {min(found)!r}" if found else "write attributes on another rank"
             warn_on_first_rank(
-                f"modalities.{stage.modality}.interleaved_microbatches: microbatches of {stage} run one after another, "
-                f"because its layers, or the step before them, {what}, which the other microbatches would read"
+                f"modalities.{stage.modality}.pipeline.interleaved_microbatches: microbatches of {stage} run one after "
+                f"another, because its layers, or the step before them, {what}, which the other microbatches would read"
             )
 
     def run(self, stage: StageKey, functions: Sequence[Any], scopes: Sequence[Scope], *, backward: bool) -> list[Any]:
@@ -196,7 +199,7 @@ def _turning(plan: Plan, runtime: Runtime) -> list[TensorGroup]:
 
 def on(plan: Plan, modality: str) -> bool:
     """Whether a modality interleaves microbatches."""
-    return plan.modalities[modality].interleaved_microbatches > 1
+    return plan.modalities[modality].pipeline.interleaved_microbatches > 1
 
 
 def _contents(root: nn.Module) -> dict[tuple[str, str], Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_mm5d.config.errors import ConfigError, nearest, one_of
 from lightning_mm5d.config.features import parts
+from lightning_mm5d.config.groups import path_of
 from lightning_mm5d.config.modality import Modality
 
 _FIX = "Leave it unset here"
@@ -21,12 +22,12 @@ def check(fields: Mapping[str, Any]) -> None:
     modalities = fields.get("modalities") or {}
     for name in modalities:
         _check(name, modalities)
-        _check_number(name, modalities[name].interleaved_microbatches, fields)
+        _check_number(name, modalities[name].pipeline.interleaved_microbatches, fields)
 
 
 def _check(name: str, modalities: Mapping[str, Modality]) -> None:
     modality = modalities[name]
-    field, count = f"modalities.{name}.interleaved_microbatches", modality.interleaved_microbatches
+    field, count = f"modalities.{name}.pipeline.interleaved_microbatches", modality.pipeline.interleaved_microbatches
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ConfigError(field, count, "It must be a whole number of at least 1", "Use 1, or leave it unset")
     if count == 1:
@@ -35,13 +36,13 @@ def _check(name: str, modalities: Mapping[str, Modality]) -> None:
         rule = "One computes while another communicates with tensor, context or expert parallel ranks: there are none"
         raise ConfigError(field, count, rule, f"Use a tp_size, cp_size or ep_size above 1. {_FIX}")
     check_beside(name, name, modalities)
-    others = {other.interleaved_microbatches for other in modalities.values()} - {1, count}
+    others = {other.pipeline.interleaved_microbatches for other in modalities.values()} - {1, count}
     if others:
         rule = f"Modalities that interleave take one number, and another one has {max(others)}"
         raise ConfigError(field, count, rule, f"Use {max(others)}, or 1")
     for other, one in modalities.items():
-        if one.pipelines is not None or one.speeds is not None:
-            unlike = "pipelines" if one.pipelines is not None else "speeds"
+        if one.pipeline.pipelines is not None or one.pipeline.speeds is not None:
+            unlike = path_of("pipelines" if one.pipeline.pipelines is not None else "speeds")
             rule = f"With modalities.{other}.{unlike} replicas have unlike numbers of microbatches"
             raise ConfigError(field, count, rule, f"{_FIX}, or leave {unlike} unset")
 
@@ -50,7 +51,7 @@ def _check_number(name: str, count: int, fields: Mapping[str, Any]) -> None:
     """Refuse a number that does not divide that of microbatches, where the strategy says anything of that."""
     if count == 1 or not fields.keys() & {"num_microbatches", "microbatch_size"}:
         return
-    field, num_microbatches = f"modalities.{name}.interleaved_microbatches", fields.get("num_microbatches")
+    field, num_microbatches = f"modalities.{name}.pipeline.interleaved_microbatches", fields.get("num_microbatches")
     if num_microbatches is None and fields.get("microbatch_size") is None:
         num_microbatches = 1
     if num_microbatches is None:
@@ -73,15 +74,18 @@ def check_beside(name: str, other: str, modalities: Mapping[str, Modality]) -> N
     Raises:
         ConfigError: at the first field that cannot work.
     """
-    field, count = f"modalities.{name}.interleaved_microbatches", modalities[name].interleaved_microbatches
+    field, count = (
+        f"modalities.{name}.pipeline.interleaved_microbatches",
+        modalities[name].pipeline.interleaved_microbatches,
+    )
     modality, of = modalities[other], f"modalities.{other}"
     if modality.shared_stage == 3:
-        rule = f"With {of}.zero_stage=3 replicas gather layers in each microbatch, which runs by itself"
+        rule = f"With {of}.sharding.zero_stage=3 replicas gather layers in each microbatch, which runs by itself"
         raise ConfigError(field, count, rule, f"{_FIX}, or use a zero_stage below 3")
     for checks in parts("fields"):
         if (why := getattr(checks, "alone", lambda one: None)(modality)) is not None:
             rule, fix = why
             raise ConfigError(field, count, f"With {of}.{rule}", f"{_FIX}, or {fix}")
-    if modality.compile:
-        rule = f"With {of}.compile layers do not stop at their communication"
+    if modality.compute.compile:
+        rule = f"With {of}.compute.compile layers do not stop at their communication"
         raise ConfigError(field, count, rule, f"{_FIX}, or compile")

@@ -1,1 +1,1 @@
-"""Kernels that a modality names, in place of what its modules compute with several operations: ``Modality.kernels``."""
+"""Kernels that a modality names in place of several operations of its modules: ``Modality.compute.kernels``."""

@@ -44,7 +44,7 @@ from lightning_mm5d.trainer.feature import Feature
 
 
 class Kernels(Feature):
-    """The field `Modality.kernels`: names of kernels."""
+    """The field `Modality.compute.kernels`: names of kernels."""
 
     def check(self, module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
         """Refuse kernels that this module, machine or device cannot run, and choose the attention of its models.
@@ -53,7 +53,11 @@ class Kernels(Feature):
             ConfigError: nothing in the modality computes what the kernel does; a package is missing; Liger on a CPU.
         """
         for name, modality in plan.modalities.items():
-            field, said, chosen = f"modalities.{name}.kernels", modality.kernels, modality.chosen_kernels
+            field, said, chosen = (
+                f"modalities.{name}.compute.kernels",
+                modality.compute.kernels,
+                modality.chosen_kernels,
+            )
             if {"liger", "rms_norm"}.isdisjoint(chosen):
                 continue
             if "liger" in chosen:
@@ -88,20 +92,20 @@ def choose_attention(module: nn.Module, plan: Plan) -> None:
         chosen = next((one for one in modality.chosen_kernels if one in ATTENTIONS), None)
         if chosen is None:
             continue
-        field = f"modalities.{name}.kernels"
+        field = f"modalities.{name}.compute.kernels"
         models = _models(module, plan.partition, name)
         if not models:
             rule = f"The attention of models of transformers is chosen by its name, and {name} has no such model"
-            raise ConfigError(field, modality.kernels, rule, f"Leave out {chosen!r}")
+            raise ConfigError(field, modality.compute.kernels, rule, f"Leave out {chosen!r}")
         for model in models:
             _check_shared(module, plan, name, model)
             try:
                 model.set_attn_implementation(chosen)
             except (ImportError, ValueError) as error:
-                raise ConfigError(field, modality.kernels, str(error), "Use 'sdpa', or leave it out") from None
+                raise ConfigError(field, modality.compute.kernels, str(error), "Use 'sdpa', or leave it out") from None
             if attention_name(model.config) != chosen:
                 rule = f"{type(model).__name__} uses {attention_name(model.config)!r} and cannot change it"
-                raise ConfigError(field, modality.kernels, rule, f"Leave out {chosen!r}")
+                raise ConfigError(field, modality.compute.kernels, rule, f"Leave out {chosen!r}")
 
 
 def _models(module: nn.Module, partition: Partition, modality: str) -> list[PreTrainedModel]:
@@ -125,7 +129,7 @@ def _check_shared(module: nn.Module, plan: Plan, name: str, model: PreTrainedMod
         if any(id(part.config) in inside for part in _models(module, plan.partition, other)):
             rule = f"{type(model).__name__} has one configuration with models of {other}, which name another attention"
             fix = f"Name the same attention for {name} and {other}"
-            raise ConfigError(f"modalities.{name}.kernels", plan.modalities[name].kernels, rule, fix)
+            raise ConfigError(f"modalities.{name}.compute.kernels", plan.modalities[name].compute.kernels, rule, fix)
 
 
 LIGER = "liger_kernel.transformers.functional"

@@ -1,4 +1,4 @@
-"""Checks of `Modality.kernels`: which there are, and what goes together."""
+"""Checks of `Modality.compute.kernels`: which there are, and what goes together."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def check(fields: Mapping[str, Any]) -> None:
         ConfigError: at the first kernel that cannot work.
     """
     for name, modality in (fields.get("modalities") or {}).items():
-        _check(f"modalities.{name}.kernels", modality)
+        _check(f"modalities.{name}.compute.kernels", modality)
 
 
 def _check(field: str, modality: Modality) -> None:
-    said = modality.kernels
+    said = modality.compute.kernels
     if said is None:
         return
     if not isinstance(said, str | list | tuple):
@@ -42,9 +42,9 @@ def _check(field: str, modality: Modality) -> None:
     if modality.cp_size > 1 and not {*chosen}.isdisjoint(ATTENTIONS):
         rule = "An attention over sequences that ranks share has kernels of its own, with cp_size above 1"
         raise ConfigError(field, said, rule, "Leave the attention out, or use cp_size=1")
-    if modality.tp_mode != "1d" and not {*chosen}.isdisjoint(("rms_norm", "liger")):
-        rule = f"With tp_mode={modality.tp_mode!r} ranks hold blocks of hidden states, not whole rows"
+    if modality.tensor.tp_mode != "1d" and not {*chosen}.isdisjoint(("rms_norm", "liger")):
+        rule = f"With tp_mode={modality.tensor.tp_mode!r} ranks hold blocks of hidden states, not whole rows"
         raise ConfigError(field, said, rule, "Leave out 'rms_norm' and 'liger', or use tp_mode='1d'")
-    if "liger" in chosen and (modality.cp_size > 1 or modality.sequence_parallel):
+    if "liger" in chosen and (modality.cp_size > 1 or modality.tensor.sequence_parallel):
         rule = "Liger's kernels take plain tensors, and hidden states stand for those of other ranks here"
         raise ConfigError(field, said, rule, "Leave out 'liger', or sequence_parallel and cp_size")

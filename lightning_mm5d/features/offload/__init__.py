@@ -1,1 +1,1 @@
-"""What is in host memory between its uses: ``Modality.offload``."""
+"""What is in host memory between its uses: ``Modality.memory.offload``."""

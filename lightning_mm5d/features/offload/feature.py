@@ -183,7 +183,7 @@ _STATES = 2
 
 
 class Offload(Feature):
-    """The field `Modality.offload`: what is in host memory between its uses."""
+    """The field `Modality.memory.offload`: what is in host memory between its uses."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._bucket_bytes: int = fields["bucket_bytes"]
@@ -233,7 +233,7 @@ def _check_parameters(module: pl.LightningModule, plan: Plan, modality: str, tra
     offloads = plan.modalities[modality].offloads
     if "parameters" not in offloads:
         return
-    field, got = f"modalities.{modality}.offload", [*offloads]
+    field, got = f"modalities.{modality}.memory.offload", [*offloads]
     others = [one for one in offloads if one != "parameters"] or None
     if modality == plan.partition.loss_modality:
         rule = "Parameters are on the host between the uses of a frozen encoder, and these are used all through a step"
@@ -246,7 +246,9 @@ def _check_parameters(module: pl.LightningModule, plan: Plan, modality: str, tra
             f"{len(names)} parameters of {modality} are trained"
         )
         raise ConfigError(field, got, rule, f"Use {others}, or freeze them with requires_grad_(False)")
-    if moving and (plan.modalities[modality].zero_stage or (plan.modalities[modality].dp_shard_size or 1) > 1):
+    if moving and (
+        plan.modalities[modality].sharding.zero_stage or (plan.modalities[modality].sharding.dp_shard_size or 1) > 1
+    ):
         rule = (
             f"Ranks share nothing of a modality whose parameters are on the host, and {len(moving)} of {len(names)} "
             f"parameters of {modality} are trained, {moving[0]} among them"
@@ -270,8 +272,8 @@ def _check_use(plan: Plan, modality: str, trained: frozenset[str]) -> None:
         idle.append("activations")
     if idle:
         rank_zero_warn(
-            f"modalities.{modality}.offload: {' and '.join(idle)} of {modality} move nothing to host memory, because "
-            "it is frozen" + (" and no backward passes through it" if "activations" in idle else ""),
+            f"modalities.{modality}.memory.offload: {' and '.join(idle)} of {modality} move nothing to host memory, "
+            "because it is frozen" + (" and no backward passes through it" if "activations" in idle else ""),
             stacklevel=5,
         )
 
@@ -295,7 +297,7 @@ def _check_room(module: pl.LightningModule, plan: Plan, trained: frozenset[str])
                 "free"
             )
             fix = "Leave out 'optimizer' or 'parameters', share states with zero_stage=1, or use more hosts"
-            raise ConfigError(f"modalities.{most}.offload", [*plan.modalities[most].offloads], rule, fix)
+            raise ConfigError(f"modalities.{most}.memory.offload", [*plan.modalities[most].offloads], rule, fix)
 
 
 def _offloaded(plan: Plan, trained: frozenset[str]) -> Iterator[tuple[str, int, int, str]]:

@@ -1,4 +1,4 @@
-"""Checks of `Modality.offload`: what moves to host memory, and what does not go with it."""
+"""Checks of `Modality.memory.offload`: what moves to host memory, and what does not go with it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def check(fields: Mapping[str, Any]) -> None:
     """
     modalities: Mapping[str, Modality] = fields.get("modalities") or {}
     for name, modality in modalities.items():
-        if modality.offload is not None:
+        if modality.memory.offload is not None:
             _check(f"modalities.{name}", modality, modalities)
 
 
 def _check(where: str, modality: Modality, modalities: Mapping[str, Modality]) -> None:
-    field, said = f"{where}.offload", modality.offload
+    field, said = f"{where}.memory.offload", modality.memory.offload
     if not isinstance(said, str | list | tuple):
         rule = "It is a list of what is in host memory between its uses: activations, optimizer, parameters"
         raise ConfigError(field, said, rule, "Use ['activations'], or leave it unset")
@@ -32,17 +32,20 @@ def _check(where: str, modality: Modality, modalities: Mapping[str, Modality]) -
     if unknown is not None:
         rule = "What moves to host memory is activations, optimizer or parameters"
         raise ConfigError(field, said, rule, did_you_mean(str(unknown), _OFFLOADS))
-    if "parameters" in modality.offloads and modality.reshard_after_forward:
+    if "parameters" in modality.offloads and modality.sharding.reshard_after_forward:
         rule = "reshard_after_forward gathers parameters that ranks share, and those on the host are whole"
         raise ConfigError(field, said, rule, "Leave out 'parameters', or reshard_after_forward")
     if "parameters" in modality.offloads and modality.ep_size > 1:
         rule = "Experts that ranks share stay on their devices, and offload names parameters"
         raise ConfigError(f"{where}.ep_size", modality.ep_size, rule, "Leave out 'parameters', or ep_size")
-    if modality.pipelines is not None:
-        rule = f"It does not go with unlike pipelines ({where}.pipelines)"
+    if modality.pipeline.pipelines is not None:
+        rule = f"It does not go with unlike pipelines ({where}.pipeline.pipelines)"
         raise ConfigError(field, said, rule, "Use None")
     for name, other in modalities.items() if modality.offloads else ():
-        if other.interleaved_microbatches > 1:
+        if other.pipeline.interleaved_microbatches > 1:
             rule = f"With {field}={said!r} tensors move to the host and back in the order of one microbatch"
-            beside, fix = f"modalities.{name}.interleaved_microbatches", f"Leave it unset here, or leave {field} unset"
-            raise ConfigError(beside, other.interleaved_microbatches, rule, fix)
+            beside, fix = (
+                f"modalities.{name}.pipeline.interleaved_microbatches",
+                f"Leave it unset here, or leave {field} unset",
+            )
+            raise ConfigError(beside, other.pipeline.interleaved_microbatches, rule, fix)

@@ -178,7 +178,7 @@ class StepMoves(AroundStep):
             self._moves.checked.add(stage)
             most = most_away(self._actions, self._long, stage)
             what = f"saved activations of {most} microbatches of {stage}"
-            self._moves.memory.check_room(f"modalities.{stage.modality}.offload", count * most, what)
+            self._moves.memory.check_room(f"modalities.{stage.modality}.memory.offload", count * most, what)
 
     def after(self, numbers: range) -> None:
         """Let go of parameters that no later action uses, and of what weight gradients that are put off need."""
@@ -247,8 +247,8 @@ class OffloadedParameters:
         trained = any(parameter.requires_grad for parameter in self._parameters)
         if trained and not self._stays:
             warnings.warn(
-                f"modalities.{self._modality}.offload: parameters of {self._modality} require a gradient now, so all "
-                "of them stay on the device from here on",
+                f"modalities.{self._modality}.memory.offload: parameters of {self._modality} require a gradient now, "
+                "so all of them stay on the device from here on",
                 stacklevel=2,
             )
         self._stays |= trained

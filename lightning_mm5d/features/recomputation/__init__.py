@@ -1,1 +1,1 @@
-"""Layers whose forward runs again in their backward: ``Modality.activation_checkpointing``."""
+"""Layers whose forward runs again in their backward: ``Modality.memory.activation_checkpointing``."""

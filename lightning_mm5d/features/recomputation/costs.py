@@ -33,7 +33,7 @@ def kept_of(name: str, modality: Modality, sizes: Sequence[int]) -> tuple[Kept, 
     Raises:
         ConfigError: it names layers or operations that are not there.
     """
-    field, said = f"modalities.{name}.activation_checkpointing", modality.activation_checkpointing
+    field, said = f"modalities.{name}.memory.activation_checkpointing", modality.memory.activation_checkpointing
     if said == "none":
         return ()
     if not sum(sizes):
@@ -50,7 +50,7 @@ def share_of(modality: Modality, stage: int) -> float:
 
     A stage counts as so many equal layers that all of what is said can be; ``layers`` count as none.
     """
-    said = modality.activation_checkpointing
+    said = modality.memory.activation_checkpointing
     if isinstance(said, Mapping) and "per_stage" in said:
         said = said["per_stage"][stage]
     if isinstance(said, Mapping) and "every" in said:

@@ -46,7 +46,7 @@ _top_hooks = private(torch._C._autograd, "_top_saved_tensors_default_hooks")
 
 
 class Recomputation(Feature):
-    """The field `Modality.activation_checkpointing`: which layers run again in their backward."""
+    """The field `Modality.memory.activation_checkpointing`: which layers run again in their backward."""
 
     def check(self, module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
         """Refuse a compiled module around layers that run again."""
@@ -60,9 +60,9 @@ class Recomputation(Feature):
             inside = next((part for part in again if part != path and is_in(part, path)), None)
             if inside is not None:
                 name, rule = again[inside], f"{path or 'the module'} is compiled around layers"
-                field, said = f"modalities.{name}.activation_checkpointing", plan.modalities[name]
+                field, said = f"modalities.{name}.memory.activation_checkpointing", plan.modalities[name]
                 fix = f"Compile the layers instead, for instance {inside!r}, or use 'none'"
-                raise ConfigError(field, said.activation_checkpointing, rule, fix)
+                raise ConfigError(field, said.memory.activation_checkpointing, rule, fix)
 
     def cut(self, runtime: Runtime, plan: Plan, device: torch.device) -> Callable[[], None] | None:
         """Stand before the layers of this rank that run again."""

@@ -1,4 +1,4 @@
-"""What `Modality.activation_checkpointing` says, and which layers it chooses. Imports no torch.
+"""What `Modality.memory.activation_checkpointing` says, and which layers it chooses. Imports no torch.
 
 Layers count from 0, in the order of the modality's list of layers. Stages count in the order in which a microbatch
 passes them, whatever the schedule: with ``pp_size=2, pp_chunks=2`` rank 0 has the stages 0 and 2, or 0 and 3 under
@@ -46,8 +46,8 @@ def check(fields: Mapping[str, Any]) -> None:
     schedule = fields.get("schedule", "1f1b")
     chunked = for_schedule(modalities, schedule, loss_modality_of(modalities)) if modalities else {}
     for name, modality in chunked.items():
-        field, said = f"modalities.{name}.activation_checkpointing", modality.activation_checkpointing
-        if modality.pipelines is not None and depends_on_cut(modality):
+        field, said = f"modalities.{name}.memory.activation_checkpointing", modality.memory.activation_checkpointing
+        if modality.pipeline.pipelines is not None and depends_on_cut(modality):
             rule = "Stages of unlike pipelines hold other layers in each replica"
             raise ConfigError(field, said, rule, "Name layers: {layers: [0, 1]}")
         _check(field, said, modality.num_cuts)
@@ -55,7 +55,7 @@ def check(fields: Mapping[str, Any]) -> None:
 
 def depends_on_cut(modality: Modality) -> bool:
     """Whether the layers that are computed again depend on where the modality is cut."""
-    said = modality.activation_checkpointing
+    said = modality.memory.activation_checkpointing
     return isinstance(said, Mapping) and "per_stage" in said
 
 

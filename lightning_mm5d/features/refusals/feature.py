@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 
 from lightning_mm5d.checkpoint.optimizer_state import names_of
 from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
+from lightning_mm5d.config.groups import path_of, value_of
 from lightning_mm5d.features.refusals.optimizer_probe import dependence
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
@@ -191,7 +192,7 @@ def _check_manual(plan: Plan) -> None:
     layout, said = plan.layout, "automatic_optimization"
     rule = "The ranks of a replica run a step of manual optimization together, and "
     for name, modality in plan.modalities.items():
-        splits = modality.cp_size > 1 or modality.sequence_parallel
+        splits = modality.cp_size > 1 or modality.tensor.sequence_parallel
         if splits and layout.axes[name].cp * layout.axes[name].tp > 1:
             fix = f"Use automatic optimization, or tp_size alone for {name!r}"
             raise ConfigError(said, False, f"{rule}those of {name!r} have parts of its sequences", fix)
@@ -229,10 +230,11 @@ def _check_routers(module: nn.Module, plan: Plan) -> None:
     if any(getattr(config, "output_router_logits", False) is True for config in configs):
         for name, axes in plan.layout.axes.items():
             field = "cp_size" if axes.cp > 1 else "sequence_parallel"
-            if axes.pp > 1 and getattr(plan.modalities[name], field) not in (1, False):
+            said = value_of(plan.modalities[name], field)
+            if axes.pp > 1 and said not in (1, False):
                 raise ConfigError(
-                    f"modalities.{name}.{field}",
-                    getattr(plan.modalities[name], field),
+                    f"modalities.{name}.{path_of(field)}",
+                    said,
                     "What the routers of some tokens return does not cross from stage to stage (output_router_logits)",
                     f"Leave {field} unset, use pp_size=1, or set output_router_logits to False in the model's config",
                 )

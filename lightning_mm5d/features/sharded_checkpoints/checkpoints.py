@@ -167,7 +167,7 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
 
     def __init__(self, open_reports: Callable[[str], RankReports], fields: Mapping[str, Any]) -> None:
         super().__init__(open_reports, fields)
-        self.in_shards = self if fields["checkpoint"] == "sharded" else None
+        self.in_shards = self if fields["checkpoint_format"] == "sharded" else None
         self._in_thread, self._falls_back = fields["async_checkpoint"], fields["on_corrupt_checkpoint"] == "previous"
         self._saves = Saves()
         self._stand_ins: dict[str, Tensor] = {}

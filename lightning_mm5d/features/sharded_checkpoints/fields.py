@@ -1,4 +1,4 @@
-"""Checks of `checkpoint`, `async_checkpoint` and `on_corrupt_checkpoint`: words, and what goes together."""
+"""Checks of `checkpoint_format`, `async_checkpoint` and `on_corrupt_checkpoint`: words, and what goes together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.options import check_choice
 
-CHOICES = {"checkpoint": ("full", "sharded"), "on_corrupt_checkpoint": ("raise", "previous")}
+CHOICES = {"checkpoint_format": ("full", "sharded"), "on_corrupt_checkpoint": ("raise", "previous")}
 
 
 def check(fields: Mapping[str, Any]) -> None:
@@ -21,7 +21,9 @@ def check(fields: Mapping[str, Any]) -> None:
         check_choice(name, fields.get(name, known[0]), known)
     wanted = fields.get("async_checkpoint", False)
     if not isinstance(wanted, bool):
-        raise ConfigError("async_checkpoint", wanted, "It is true or false", "Use True or False")
-    if wanted and fields.get("checkpoint", "full") != "sharded":
+        raise ConfigError("checkpoint.async_checkpoint", wanted, "It is true or false", "Use True or False")
+    if wanted and fields.get("checkpoint_format", "full") != "sharded":
         rule = "Only sharded checkpoints are written while training goes on"
-        raise ConfigError("async_checkpoint", wanted, rule, 'Set checkpoint="sharded" too, or leave it unset')
+        raise ConfigError(
+            "checkpoint.async_checkpoint", wanted, rule, 'Set checkpoint_format="sharded" too, or leave it unset'
+        )

@@ -63,12 +63,14 @@ def check_adapters(adapters: Mapping[str, nn.Module], name: str, modality: Modal
         ConfigError: each expert is divided over tensor parallel ranks, or parameters are gathered layer by layer.
     """
     for path in adapters:
-        if modality.expert_tp_size > 1:
+        if modality.tensor.expert_tp_size > 1:
             rule = f"An adapter of PEFT is on the tensors of {path}, and their parts have none"
-            raise ConfigError(f"modalities.{name}.expert_tp_size", modality.expert_tp_size, rule, "Use 1")
-        if modality.reshard_after_forward:
+            raise ConfigError(f"modalities.{name}.tensor.expert_tp_size", modality.tensor.expert_tp_size, rule, "Use 1")
+        if modality.sharding.reshard_after_forward:
             rule = f"The factors of the adapter on {path} are used where the layer does not run, for tokens of others"
-            raise ConfigError(f"modalities.{name}.reshard_after_forward", True, rule, "Use False, or no adapter there")
+            raise ConfigError(
+                f"modalities.{name}.sharding.reshard_after_forward", True, rule, "Use False, or no adapter there"
+            )
 
 
 class Adapters:

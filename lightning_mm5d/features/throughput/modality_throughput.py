@@ -155,7 +155,7 @@ class ThroughputFigures(Attached, AroundSteps, AroundStep):
         self._undo: list[Callable[[], None]] = []
         self._tokens, self._calls = Counter[str](), Counter[str]()
         self._moments: list[Moment] = []  # at the begin of the last schedule, at its end, and before optimizers step
-        cached = [name for name in self._own if running.plan.modalities[name].cache_features is not None]
+        cached = [name for name in self._own if running.plan.modalities[name].memory.cache_features is not None]
         self._take_away = [hook for name in cached for hook in self._hooked(name, self._calls, each=True)]
         self._take_away.append(put(callback, "figures", self))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.groups import path_of
 
 
 def check(fields: Mapping[str, Any]) -> None:
@@ -26,8 +27,8 @@ def check(fields: Mapping[str, Any]) -> None:
         raise ConfigError("timeline", path, rule, "Use for instance 'timeline.json', or leave it unset")
     _check_file(path, Path(path))
     for name, modality in (fields.get("modalities") or {}).items():
-        if modality.pipelines is not None or modality.speeds is not None:
-            field = "speeds" if modality.pipelines is None else "pipelines"
+        if modality.pipeline.pipelines is not None or modality.pipeline.speeds is not None:
+            field = path_of("speeds" if modality.pipeline.pipelines is None else "pipelines")
             rule = (
                 f"Replicas may have unlike numbers of microbatches (modalities.{name}.{field}), and a timeline shows a "
                 "step in which all have as many"

@@ -1,1 +1,1 @@
-"""Replicas with unlike pipelines and unlike speeds: `Modality.pipelines` and `Modality.speeds`."""
+"""Replicas with unlike pipelines and unlike speeds: `Modality.pipeline.pipelines` and `Modality.pipeline.speeds`."""

@@ -13,7 +13,8 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import cast
 
-from lightning_mm5d.config.modality import Modality, PipelineTemplate
+from lightning_mm5d.config.groups import PipelineTemplate, with_fields
+from lightning_mm5d.config.modality import Modality
 
 
 def cut(
@@ -32,13 +33,13 @@ def cut(
         balanced: divides as many layers over the stages of equal pipelines.
         from_template: divides them as the template of a field says.
     """
-    alone = replace(modality, pipelines=None, speeds=None, dp_size=None)
+    alone = with_fields(modality, pipelines=None, speeds=None, dp_size=None)
     return common_stages(
         [
-            from_template(f"modalities.{name}.pipelines[{index}]", template=one)
+            from_template(f"modalities.{name}.pipeline.pipelines[{index}]", template=one)
             if isinstance(one, PipelineTemplate)
             else balanced(name, replace(alone, pp_size=one), count)
-            for index, one in enumerate(cast("list[int | PipelineTemplate]", modality.pipelines))
+            for index, one in enumerate(cast("list[int | PipelineTemplate]", modality.pipeline.pipelines))
         ]
     )
 

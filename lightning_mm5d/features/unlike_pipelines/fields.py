@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.groups import path_of
 from lightning_mm5d.features.unlike_pipelines.pipelines import UNLIKE_SCHEDULES
 
 SPEED_SCHEDULES = (*UNLIKE_SCHEDULES, "interleaved", "zbv")
@@ -19,20 +20,21 @@ def check(fields: Mapping[str, Any]) -> None:
         ConfigError: at the first field that does not go with them.
     """
     modalities = fields.get("modalities") or {}
-    name = next((name for name, one in modalities.items() if one.pipelines is not None or one.speeds is not None), None)
+    said = {name: (one.pipeline.pipelines, one.pipeline.speeds) for name, one in modalities.items()}
+    name = next((name for name, unlike in said.items() if unlike != (None, None)), None)
     if name is None:
         return
-    field = "speeds" if modalities[name].pipelines is None else "pipelines"
-    said = f"Replicas may have unlike numbers of microbatches (modalities.{name}.{field})"
+    field = path_of("speeds" if modalities[name].pipeline.pipelines is None else "pipelines")
+    reason = f"Replicas may have unlike numbers of microbatches (modalities.{name}.{field})"
     schedule = fields.get("schedule", "1f1b")
     if schedule not in SPEED_SCHEDULES:
-        raise ConfigError("schedule", schedule, f"{said}, of which named schedules know", "Use '1f1b'")
+        raise ConfigError("schedule", schedule, f"{reason}, of which named schedules know", "Use '1f1b'")
     if fields.get("microbatching", "split") == "loader":
-        rule = f"{said}, and a loader has one batch size for all"
-        raise ConfigError("microbatching", "loader", rule, "Use 'split', or a function")
+        rule = f"{reason}, and a loader has one batch size for all"
+        raise ConfigError("batching.microbatching", "loader", rule, "Use 'split', or a function")
     if fields.get("microbatch_size") is not None:
-        rule = f"{said}, by a number of microbatches"
-        raise ConfigError("microbatch_size", fields["microbatch_size"], rule, "Use num_microbatches")
+        rule = f"{reason}, by a number of microbatches"
+        raise ConfigError("batching.microbatch_size", fields["microbatch_size"], rule, "Use num_microbatches")
     placement = fields.get("placement")
     if isinstance(placement, list | tuple) and any(isinstance(one, str) for one in placement):
         rule = f"Replicas may have unlike pipelines (modalities.{name}.{field}), which form no grid"

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 
 from lightning_mm5d.config.checks import check_template
 from lightning_mm5d.config.errors import ConfigError, did_you_mean, nearest, one_of
-from lightning_mm5d.config.modality import Modality, PipelineTemplate, decoders_of
+from lightning_mm5d.config.groups import PipelineTemplate, path_of, value_of, with_fields
+from lightning_mm5d.config.modality import Modality, decoders_of
 
 UNLIKE_SCHEDULES = ("gpipe", "1f1b", "zero_bubble", "auto")
 """The schedules of replicas with unlike pipelines."""
@@ -41,14 +41,16 @@ def check_pipelines(modalities: Mapping[str, Modality], schedule: object) -> Non
         ConfigError: at the first field that cannot work.
     """
     for name, modality in modalities.items():
-        if modality.pipelines is not None:
-            _check_form(f"modalities.{name}.pipelines", modality.pipelines)
+        if modality.pipeline.pipelines is not None:
+            _check_form(f"modalities.{name}.pipeline.pipelines", modality.pipeline.pipelines)
             _check_beside(name, modality)
             _check_others(name, modalities)
             if schedule not in UNLIKE_SCHEDULES:
-                rule = f"Unlike pipelines (modalities.{name}.pipelines) run under {', '.join(UNLIKE_SCHEDULES)}"
+                rule = (
+                    f"Unlike pipelines (modalities.{name}.pipeline.pipelines) run under {', '.join(UNLIKE_SCHEDULES)}"
+                )
                 raise ConfigError("schedule", schedule, rule, "Use '1f1b'")
-        if modality.speeds is not None:
+        if modality.pipeline.speeds is not None:
             _check_speeds(name, modality, modalities)
 
 
@@ -67,7 +69,7 @@ def completed(modalities: Mapping[str, Modality], world_size: int) -> dict[str, 
     """
     found = dict(modalities)
     for name, modality in modalities.items():
-        pipelines = modality.pipelines
+        pipelines = modality.pipeline.pipelines
         if isinstance(pipelines, Mapping):
             others = [other for key, other in modalities.items() if key != name]
             pipelines = _for_ranks(name, modality, pipelines, others, world_size)
@@ -75,9 +77,9 @@ def completed(modalities: Mapping[str, Modality], world_size: int) -> dict[str, 
             continue
         size, first = len(pipelines), pipelines[0]
         if isinstance(first, int) and all(one == first for one in pipelines):
-            found[name] = replace(modality, pipelines=None, dp_size=size, pp_size=first)
+            found[name] = with_fields(modality, pipelines=None, dp_size=size, pp_size=first)
         else:
-            found[name] = replace(modality, pipelines=pipelines, dp_size=size)
+            found[name] = with_fields(modality, pipelines=pipelines, dp_size=size)
     return found
 
 
@@ -95,9 +97,9 @@ def as_said(modalities: Mapping[str, Modality]) -> Iterator[None]:
         yield
     except ConfigError as error:
         for name, modality in modalities.items():
-            fields = f"modalities.{name}.pp_size", f"modalities.{name}.pipelines"
-            if modality.pipelines is not None and error.field in fields and isinstance(error.got, int):
-                said = modality.pipelines
+            fields = f"modalities.{name}.pp_size", f"modalities.{name}.pipeline.pipelines"
+            if modality.pipeline.pipelines is not None and error.field in fields and isinstance(error.got, int):
+                said = modality.pipeline.pipelines
                 how = " stages, by fewer ranks or a smaller min" if isinstance(said, Mapping) else " stages"
                 rule = f"It has a pipeline of {error.got} stages: {error.rule}"
                 raise ConfigError(fields[1], said, rule, f"{error.fix}{how}") from None
@@ -123,7 +125,7 @@ def _for_ranks(
     if found is None:
         fits = nearest(world_size, lambda world: lengths(world) is not None)
         limit = f"at least {shortest}" if longest is None else f"{shortest} to {longest}"
-        rule = f"No pipelines of {name} with {limit} stages use all ranks (modalities.{name}.pipelines)"
+        rule = f"No pipelines of {name} with {limit} stages use all ranks (modalities.{name}.pipeline.pipelines)"
         fix = f"Nearest that fit: {one_of(fits)} ranks"
         raise ConfigError("Trainer(devices=..., num_nodes=...)", world_size, rule, fix)
     return found
@@ -164,26 +166,26 @@ def _check_length(field: str, value: object, *, wanted: bool) -> None:
 
 def _check_beside(name: str, modality: Modality) -> None:
     for field in _INSTEAD:
-        said = getattr(modality, field)
+        said = value_of(modality, field)
         if said is not None and (field, said) != ("dp_size", len(modality.lengths)):
             rule = "pipelines says how many replicas there are and which stages each of them has"
-            raise ConfigError(f"modalities.{name}.{field}", said, rule, "Leave one of them unset")
+            raise ConfigError(f"modalities.{name}.{path_of(field)}", said, rule, "Leave one of them unset")
     for field, usual in _USUAL.items():
-        if getattr(modality, field) not in usual:
-            rule = f"It does not go with unlike pipelines (modalities.{name}.pipelines)"
-            raise ConfigError(f"modalities.{name}.{field}", getattr(modality, field), rule, f"Use {usual[0]}")
+        if (said := value_of(modality, field)) not in usual:
+            rule = f"It does not go with unlike pipelines (modalities.{name}.pipeline.pipelines)"
+            raise ConfigError(f"modalities.{name}.{path_of(field)}", said, rule, f"Use {usual[0]}")
 
 
 def _check_others(name: str, modalities: Mapping[str, Modality]) -> None:
     """Refuse what other modalities say that counts on equal pipelines of one."""
-    if isinstance(limits := modalities[name].pipelines, Mapping):
+    if isinstance(limits := modalities[name].pipeline.pipelines, Mapping):
         for key, other in modalities.items():
-            if key != name and other.pipelines is not None:
-                rule = f"modalities.{key}.pipelines says how many replicas there are, too"
+            if key != name and other.pipeline.pipelines is not None:
+                rule = f"modalities.{key}.pipeline.pipelines says how many replicas there are, too"
                 fix = f"Leave one of them unset, or list both, as in [{limits['min'] + 1}, {limits['min']}]"
-                raise ConfigError(f"modalities.{name}.pipelines", dict(limits), rule, fix)
+                raise ConfigError(f"modalities.{name}.pipeline.pipelines", dict(limits), rule, fix)
     for key in decoders_of(modalities):
-        rule = f"Modalities with unlike pipelines (modalities.{name}.pipelines) have none that run after them"
+        rule = f"Modalities with unlike pipelines (modalities.{name}.pipeline.pipelines) have none that run after them"
         raise ConfigError(f"modalities.{key}.feeds_from", modalities[key].feeds_from, rule, "Use dp_size and pp_size")
     for key, other in modalities.items():
         if other.owner is not None and other.owner.modality == name and other.owner.pp != 0:
@@ -191,17 +193,17 @@ def _check_others(name: str, modalities: Mapping[str, Modality]) -> None:
             fix = f"Use {name + '.0'!r}, or leave it unset"
             raise ConfigError(f"modalities.{key}.colocate_with", other.colocate_with, rule, fix)
         if key != name and isinstance(other.feeds, list | tuple):
-            rule = f"Stages of unlike pipelines (modalities.{name}.pipelines) have no common numbers"
+            rule = f"Stages of unlike pipelines (modalities.{name}.pipeline.pipelines) have no common numbers"
             raise ConfigError(f"modalities.{key}.feeds", other.feeds, rule, "Use 'first' or 'all'")
         for field in ("dp_shard_size", "zero_stage", "ep_size"):
-            if getattr(other, field) not in _USUAL[field]:
-                rule = f"It does not go with unlike pipelines (modalities.{name}.pipelines)"
-                raise ConfigError(f"modalities.{key}.{field}", getattr(other, field), rule, "Leave it unset")
+            if (said := value_of(other, field)) not in _USUAL[field]:
+                rule = f"It does not go with unlike pipelines (modalities.{name}.pipeline.pipelines)"
+                raise ConfigError(f"modalities.{key}.{path_of(field)}", said, rule, "Leave it unset")
 
 
 def _check_speeds(name: str, modality: Modality, modalities: Mapping[str, Modality]) -> None:
-    field, speeds = f"modalities.{name}.speeds", modality.speeds
-    other = next((key for key, one in modalities.items() if one.speeds is not None and key != name), None)
+    field, speeds = f"modalities.{name}.pipeline.speeds", modality.pipeline.speeds
+    other = next((key for key, one in modalities.items() if one.pipeline.speeds is not None and key != name), None)
     if other is not None:
         rule = f"One modality says how fast replicas are, and {other!r} does too"
         raise ConfigError(field, speeds, rule, "Leave one of them unset")

@@ -27,6 +27,7 @@ import yaml
 
 from lightning_mm5d.config.checks import check_count
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.groups import with_fields
 from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
 from lightning_mm5d.config.tables import Table, bytes_of, memory_text
 from lightning_mm5d.features.shared_experts.experts import find_experts
@@ -252,8 +253,8 @@ def _free(modality: Modality, owner: str | None) -> Modality:
     """A modality without its layout, on the ranks of its owner."""
     sizes: dict[str, Any] = dict.fromkeys(("dp_size", "pp_size", "pipeline_template", "cost", "ulysses_size"))
     sizes |= dict.fromkeys(("tp_size", "cp_size", "ep_size", "expert_tp_size", "pp_chunks", "tp_depth"), 1)
-    mode = "allgather" if modality.cp_mode == "hybrid" else modality.cp_mode
-    return replace(modality, **sizes, tp_mode="1d", cp_mode=mode, inner_ring_size=None, colocate_with=owner)
+    mode = "allgather" if modality.context.cp_mode == "hybrid" else modality.context.cp_mode
+    return with_fields(modality, **sizes, tp_mode="1d", cp_mode=mode, inner_ring_size=None, colocate_with=owner)
 
 
 def _sets_batch(job: Job, size: int) -> bool:
@@ -266,8 +267,9 @@ def _file(candidate: Candidate, job: Job, source: Source, cluster: Cluster, repl
     """The layout as a file that lies over the configuration."""
     modalities, schedule, samples, count = candidate
     made = {name: said_of(one, job.modalities[name]) for name, one in modalities.items()}
-    said: dict[str, Any] = {"modalities": made, "schedule": schedule, "num_microbatches": count}
-    said |= {"microbatch_size": None} if job.strategy.microbatch_size is not None else {}
+    batching: dict[str, Any] = {"num_microbatches": count}
+    batching |= {"microbatch_size": None} if job.strategy.microbatch_size is not None else {}
+    said = {"modalities": made, "schedule": schedule, "batching": batching}
     strategy = {"class_path": STRATEGY, "init_args": said}
     found: dict[str, Any] = {"trainer": {"devices": cluster.ranks, "num_nodes": cluster.nodes, "strategy": strategy}}
     own, note = samples * count, ""

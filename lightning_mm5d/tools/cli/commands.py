@@ -13,6 +13,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.groups import path_of, value_of
 from lightning_mm5d.config.modality import Modality, for_schedule
 from lightning_mm5d.config.tables import Page, Table, memory_text, spans
 from lightning_mm5d.engine.run_groups import communicators, wanted_groups
@@ -194,7 +195,7 @@ def _chunks_missing(job: Job, chosen: Outcome) -> list[str]:
     chunks = shown // modality.stages
     return [
         f"{chosen.schedule} is shown with {chunks} stages of {loss_modality} on a rank, and training would have "
-        f"{modality.pp_chunks}: set modalities.{loss_modality}.pp_chunks to {chunks}"
+        f"{modality.pipeline.pp_chunks}: set modalities.{loss_modality}.pipeline.pp_chunks to {chunks}"
     ]
 
 
@@ -240,8 +241,8 @@ def _check(module: LightningModule, plan: Plan) -> None:
     """Refuse what a dry run cannot answer for."""
     for name, modality in plan.modalities.items():
         for field, covered in _COVERED.items():
-            if (said := getattr(modality, field)) not in covered:
-                raise _uncovered(f"modalities.{name}.{field}", said)
+            if (said := value_of(modality, field)) not in covered:
+                raise _uncovered(f"modalities.{name}.{path_of(field)}", said)
     if not module.automatic_optimization:
         raise _uncovered("automatic_optimization", False)
 

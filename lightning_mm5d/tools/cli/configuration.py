@@ -17,7 +17,6 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,33 +25,20 @@ import yaml
 
 from lightning_mm5d.config.checks import MOST
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
+from lightning_mm5d.config.groups import FIELDS, OF_MODALITY, OF_STRATEGY, made_groups, names_of, path_of
 from lightning_mm5d.config.modality import Modality, as_modalities, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import FUNCTIONS
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.schedule import check_fields, is_table
 
-FIELDS = (
-    "modalities",
-    "schedule",
-    "num_microbatches",
-    "microbatch_size",
-    "microbatching",
-    "loss_weight",
-    "placement",
-    "start_method",
-    "process_group_backend",
-    "timeout",
-    "watchdog",
-    "timeline",
-    "on_nonfinite",
-    "bucket_bytes",
-    "main_params",
-    "checkpoint",
-    "async_checkpoint",
-    "on_corrupt_checkpoint",
+_CHECKED = (
+    *("modalities", "schedule", "placement", "timeline"),
+    *(name for group in OF_STRATEGY.values() for name in names_of(group)),
 )
-"""What a user may say of the strategy."""
-_MODALITY_FIELDS = frozenset(each.name for each in fields(Modality)) - {"module"}  # which is also a key of other files
+"""Names of checked fields, without their groups."""
+_MODALITY_FIELDS = {*names_of(Modality), *(name for group in OF_MODALITY.values() for name in names_of(group))} - {
+    "module"
+}  # which is also a key of other files
 _DURATION = re.compile(r"(-?\d+ days?, )?\d+:\d+:[\d.]+")
 _PREFIXES = ("--trainer.strategy.init_args.", "--trainer.strategy.", "--")
 
@@ -185,7 +171,7 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--config", action="config")
     types = {"modalities": dict[str, Modality | int], "timeout": timedelta, "watchdog": timedelta}
-    for field in FIELDS:
+    for field in _CHECKED:
         parser.add_argument(f"--{field}", type=types.get(field, Any), default=None)
     try:
         parsed = parser.parse_args(arguments)
@@ -193,7 +179,7 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
         _check_as_written(arguments)
         raise
     made = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(parsed)
-    given = {field: value for field in FIELDS if (value := made[field]) is not None}
+    given = {field: value for field in _CHECKED if (value := made[field]) is not None}
     _without_functions(given)
     if "modalities" in given:
         given["modalities"] = as_modalities(given["modalities"])
@@ -303,7 +289,7 @@ def _check_as_written(arguments: Sequence[str]) -> None:
         duration = written.pop(field, None)
         if duration is not None and not (isinstance(duration, str) and _DURATION.fullmatch(duration)):
             rule = "It is a duration, written as hours:minutes:seconds in quotes"
-            raise ConfigError(field, duration, rule, f"Use for instance {usual!r}")
+            raise ConfigError(path_of(field), duration, rule, f"Use for instance {usual!r}")
     _without_functions(written)
     check_fields(written)
 
@@ -331,7 +317,8 @@ def _checked(content: Mapping[str, Any]) -> str:
     arguments = found.get("init_args", found)
     if isinstance(arguments, dict):
         _check_keys(arguments, only_near="trainer" not in content)
-    kept = {key: arguments[key] for key in FIELDS if key in arguments} if isinstance(arguments, dict) else {}
+    said = _without_groups(arguments) if isinstance(arguments, dict) else {}
+    kept = {key: said[key] for key in _CHECKED if key in said}
     text = yaml.safe_dump(kept, sort_keys=False)
     if "${" in text or isinstance(kept.get("modalities"), str):
         raise _UnresolvedError
@@ -347,10 +334,10 @@ def _check_keys(arguments: Mapping[str, Any], *, only_near: bool) -> None:
     """
     for key in arguments:
         near = difflib.get_close_matches(str(key), FIELDS, n=1, cutoff=0.8 if only_near else 0.0)
-        if key not in (*FIELDS, "class_path", "dict_kwargs") and (near or key in _MODALITY_FIELDS):
+        if key not in (*FIELDS, *_CHECKED, "class_path", "dict_kwargs") and (near or key in _MODALITY_FIELDS):
             fix = f"Did you mean {near[0]!r}? There are {', '.join(FIELDS)}"
             if key in _MODALITY_FIELDS:
-                fix = f"It is a field of a modality: write modalities.<name>.{key}, for instance of 'language'"
+                fix = f"It is a field of a modality: write modalities.<name>.{path_of(key)}, for instance of 'language'"
             raise ConfigError(str(key), arguments[key], "The strategy has no such field", fix)
 
 
@@ -360,11 +347,28 @@ def _overriding(overrides: Sequence[str]) -> Iterator[str]:
         if name in ("--trainer", "--trainer.strategy", "--trainer.strategy.class_path", "--trainer.strategy.init_args"):
             raise _UnresolvedError
         field = next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), "")
-        if field.split(".")[0] not in FIELDS:
+        group, _, inner = field.partition(".")
+        if group in OF_STRATEGY and inner:
+            field = inner
+        elif group in OF_STRATEGY:
+            for key, said in _without_groups({group: _loaded(name, value)}).items():
+                yield f"--{key}={said}"
+            continue
+        if field.split(".")[0] not in _CHECKED:
             continue
         if field == "modalities" and isinstance(_loaded(name, value), str):
             raise _UnresolvedError
         yield f"--{field}={value}"
+
+
+def _without_groups(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the strategy by their names alone; raises ConfigError for groups that are none."""
+    found = dict(said)
+    if isinstance(kind := found.get("checkpoint"), str):
+        found["checkpoint"] = {"checkpoint_format": kind}
+    groups = {group: found.pop(group) for group in OF_STRATEGY if group in found}
+    made_groups(OF_STRATEGY, groups, "")
+    return found | {name: value for group in groups.values() for name, value in (group or {}).items()}
 
 
 def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:

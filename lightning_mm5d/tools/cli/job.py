@@ -16,7 +16,6 @@ import runpy
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -33,6 +32,7 @@ from lightning.pytorch.plugins import HalfPrecision
 from lightning.pytorch.strategies import Strategy
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.groups import with_fields
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.strategy import MultimodalStrategy
@@ -276,7 +276,9 @@ def needed_ranks(modalities: Mapping[str, Modality]) -> int:
     It has as many as `pipelines` lists, or one of the shortest that `pipelines` allows.
     """
     least = {
-        name: replace(one, pipelines=None, pp_size=one.pipelines["min"]) if isinstance(one.pipelines, Mapping) else one
+        name: with_fields(one, pipelines=None, pp_size=one.pipeline.pipelines["min"])
+        if isinstance(one.pipeline.pipelines, Mapping)
+        else one
         for name, one in modalities.items()
     }
     count = max(len(modality.lengths) for modality in modalities.values()) or 1

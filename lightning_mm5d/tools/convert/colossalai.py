@@ -36,10 +36,13 @@ PARALLEL_OUTPUT = (
 )
 
 _VOCABULARY = "make_vocab_size_divisible_by"
-VOCABULARY = (ruled(_VOCABULARY, f"modality.{_VOCABULARY}", "Where a `tp_size` of 2 or more shares the vocabulary"),)
+VOCABULARY = (
+    ruled(_VOCABULARY, f"modality.tensor.{_VOCABULARY}", "Where a `tp_size` of 2 or more shares the vocabulary"),
+)
 
 PRECISION = (
-    ruled("precision", "trainer.precision strategy.main_params", "`fp16`: `16-mixed`; `bf16`: `bf16-true` with float32 "
+    ruled("precision", "trainer.precision strategy.numerics.main_params",
+          "`fp16`: `16-mixed`; `bf16`: `bf16-true` with float32 "
           "main parameters; `fp32`: `32-true`; unset: as the plugin's default"),
 )  # fmt: skip
 SCALER = (
@@ -53,9 +56,9 @@ SCALER = (
     same("max_norm", "trainer.gradient_clip_val", neutral=(0, 0.0)),
 )
 CHECKPOINTING = (
-    ruled("gradient_checkpoint_config.gradient_checkpointing_ratio", "modality.activation_checkpointing",
+    ruled("gradient_checkpoint_config.gradient_checkpointing_ratio", "modality.memory.activation_checkpointing",
           "`{fraction: ...}`", neutral=(0, 0.0)),
-    ruled("gradient_checkpoint_config.num_ckpt_layers_per_stage", "modality.activation_checkpointing",
+    ruled("gradient_checkpoint_config.num_ckpt_layers_per_stage", "modality.memory.activation_checkpointing",
           "`{per_stage: [...]}` with the first layers of each stage"),
     always("gradient_checkpoint_config.num_stages", "It checks other arguments"),
     always("gradient_checkpoint_config.num_model_chunks", "It checks other arguments"),
@@ -67,35 +70,38 @@ KNOBS: tuple[Knob, ...] = (
     same("pp_size", "modality.pp_size"),
     ruled("sp_size", "modality.cp_size", "Of `all_to_all` and `ring_attn`; the other modes share it with `tp_size`"),
     *PRECISION,
-    same("zero_stage", "modality.zero_stage"),
-    ruled("enable_all_optimization", "modality.kernels modality.compile", "Turns the three below on, here and there",
+    same("zero_stage", "modality.sharding.zero_stage"),
+    ruled("enable_all_optimization", "modality.compute.kernels modality.compute.compile",
+          "Turns the three below on, here and there",
           neutral=(False,)),
     *KERNELS,
-    ruled("enable_sequence_parallelism", "modality.sequence_parallel modality.cp_mode", "As the mode says",
+    ruled("enable_sequence_parallelism", "modality.tensor.sequence_parallel modality.context.cp_mode",
+          "As the mode says",
           neutral=(False,)),
-    ruled("sequence_parallelism_mode", "modality.sequence_parallel modality.cp_mode modality.cp_distribution",
+    ruled("sequence_parallelism_mode",
+          "modality.tensor.sequence_parallel modality.context.cp_mode modality.context.cp_distribution",
           "`split_gather`: `sequence_parallel: true`; `ring`: `sequence_parallel: ring`; `all_to_all`: "
           "`cp_mode: ulysses`; `ring_attn`: `cp_mode: ring` with `cp_distribution: zigzag`"),
     always("parallel_output", PARALLEL_OUTPUT),
-    ruled("num_microbatches", "strategy.num_microbatches", "With several stages"),
-    ruled("microbatch_size", "strategy.microbatch_size", "Where `num_microbatches` is not said"),
+    ruled("num_microbatches", "strategy.batching.num_microbatches", "With several stages"),
+    ruled("microbatch_size", "strategy.batching.microbatch_size", "Where `num_microbatches` is not said"),
     *SCALER,
     always("broadcast_buffers", "Buffers are those of rank 0 at the start"),
-    ruled("ddp_bucket_cap_mb", "strategy.bucket_bytes", "Times 2**20, without ZeRO"),
+    ruled("ddp_bucket_cap_mb", "strategy.launch.bucket_bytes", "Times 2**20, without ZeRO"),
     always("find_unused_parameters", "Ranks agree on which gradients exist"),
     always("check_reduction", "It checks their own buckets"),
     always("gradient_as_bucket_view", "Gradients are views of their buckets where they can be"),
     always("static_graph", "Whatever depends on the structure alone is agreed once for each structure"),
-    ruled("zero_bucket_size_in_m", "strategy.bucket_bytes", "Times 2**20 and the bytes of a number, with ZeRO"),
-    ruled("cpu_offload", "modality.offload", "`optimizer`, with ZeRO", neutral=(False,)),
-    ruled("communication_dtype", "modality.communication_dtype", "Of gradients, with ZeRO"),
+    ruled("zero_bucket_size_in_m", "strategy.launch.bucket_bytes", "Times 2**20 and the bytes of a number, with ZeRO"),
+    ruled("cpu_offload", "modality.memory.offload", "`optimizer`, with ZeRO", neutral=(False,)),
+    ruled("communication_dtype", "modality.communication.communication_dtype", "Of gradients, with ZeRO"),
     costs("overlap_communication", _OVERLAPS, neutral=(True,)),
     results("custom_policy", "A policy is code: write a TensorParallelPlan and register it with "
             "`register_tensor_parallel_plan`; most models need none"),
     ruled("pp_style", "strategy.schedule", "`1f1b`, `interleaved` and `zbv` have the same names"),
-    ruled("num_model_chunks", "modality.pp_chunks", "With several stages"),
+    ruled("num_model_chunks", "modality.pipeline.pp_chunks", "With several stages"),
     ruled("scheduler_nodes", "strategy.schedule", "`zbv` makes its own order; one of your own is a table (`.csv`)"),
-    ruled("num_layers_per_stage", "modality.pipeline_template", "`{stages: [...]}`"),
+    ruled("num_layers_per_stage", "modality.pipeline.pipeline_template", "`{stages: [...]}`"),
     *CHECKPOINTING,
     always("enable_metadata_cache", "Shapes are agreed once for each structure"),
     *VOCABULARY,
@@ -103,10 +109,11 @@ KNOBS: tuple[Knob, ...] = (
           neutral=(False,)),
     costs("overlap_p2p", _OVERLAPS, neutral=(True,)),
     always("overlap_allgather", "The gather of shared parameters overlaps with computation"),
-    ruled("fp8_communication", "modality.communication_dtype", "`float8_e5m2` for gradients, `float8_e4m3fn` for the "
+    ruled("fp8_communication", "modality.communication.communication_dtype",
+          "`float8_e5m2` for gradients, `float8_e4m3fn` for the "
           "rest, but for rows in a `ring`", neutral=(False,)),
     results("use_fp8", "Products in float8 are the Trainer's precision plugin: transformer-engine", neutral=(False,)),
-    ruled("inner_ring_size", "modality.inner_ring_size", "With `ring_attn`"),
+    ruled("inner_ring_size", "modality.context.inner_ring_size", "With `ring_attn`"),
 )  # fmt: skip
 
 
@@ -160,8 +167,8 @@ def _converted(source: str, table: tuple[Knob, ...], given: Mapping[str, Any]) -
     convert_precision(draft)
     _convert_sequence(draft)
     if table is KNOBS and draft.get("inner_ring_size") is not None:
-        if draft.modality.get("cp_mode") == "ring":
-            draft.put("inner_ring_size", "modality.inner_ring_size", draft.count("inner_ring_size"))
+        if draft.modality.get("context", {}).get("cp_mode") == "ring":
+            draft.put("inner_ring_size", "modality.context.inner_ring_size", draft.count("inner_ring_size"))
         else:
             draft.leave("inner_ring_size", "always", "It is read with ring_attn alone")
     _convert_pipeline(draft)
@@ -182,7 +189,7 @@ def convert_precision(draft: Draft, default: str = "fp16") -> None:
     assert said is not None
     draft.put("precision", "trainer.precision", known[said], "" if draft.get("precision") else f"By default {said!r}")
     if said == "bf16":
-        draft.put("precision", "strategy.main_params", "float32")
+        draft.put("precision", "strategy.numerics.main_params", "float32")
     if said != "fp16":
         for knob in SCALER[:-1]:
             if knob.name in draft.given:
@@ -202,8 +209,8 @@ def _convert_sequence(draft: Draft) -> None:
         if tp_size == 1:
             raise draft.refused(mode_name, f"The plugin refuses {mode} with tp_size=1", "Use a tp_size of 2 or more")
         said = "ring" if mode == "ring" else True
-        draft.put(switch, "modality.sequence_parallel", said)
-        draft.put(mode_name, "modality.sequence_parallel", said)
+        draft.put(switch, "modality.tensor.sequence_parallel", said)
+        draft.put(mode_name, "modality.tensor.sequence_parallel", said)
         draft.leave_rest(["sp_size"], "always", "In this mode the ranks of tp_size share sequences")
         return
     if size == 1:
@@ -211,9 +218,9 @@ def _convert_sequence(draft: Draft) -> None:
         return
     draft.put("sp_size", "modality.cp_size", size)
     name = mode_name if mode_name in draft.given else switch
-    draft.put(name, "modality.cp_mode", "ulysses" if mode == "all_to_all" else "ring")
+    draft.put(name, "modality.context.cp_mode", "ulysses" if mode == "all_to_all" else "ring")
     if mode == "ring_attn":
-        draft.put(name, "modality.cp_distribution", "zigzag")
+        draft.put(name, "modality.context.cp_distribution", "zigzag")
     draft.leave_rest([switch], "always", f"{mode_name} says it")
 
 
@@ -229,11 +236,11 @@ def _convert_pipeline(draft: Draft) -> None:
     if "pp_style" in draft.given:
         draft.put("pp_style", "strategy.schedule", style)
     if chunks > 1:
-        draft.put("num_model_chunks", "modality.pp_chunks", chunks)
+        draft.put("num_model_chunks", "modality.pipeline.pp_chunks", chunks)
     draft.leave_rest(["num_model_chunks"], "always", "One chunk is the default")
     if draft.get("num_layers_per_stage") is not None:
         stages = {"stages": draft.counts("num_layers_per_stage")}
-        draft.put("num_layers_per_stage", "modality.pipeline_template", stages)
+        draft.put("num_layers_per_stage", "modality.pipeline.pipeline_template", stages)
     if draft.get("scheduler_nodes") is not None:
         draft.leave("scheduler_nodes", "costs", "zbv makes its own order; one of your own is a table (.csv)")
 
@@ -244,7 +251,7 @@ def convert_vocabulary(draft: Draft) -> None:
         return
     multiple = draft.count(_VOCABULARY, 64)
     if draft.modality.get("tp_size", 1) > 1:
-        draft.put(_VOCABULARY, f"modality.{_VOCABULARY}", multiple)
+        draft.put(_VOCABULARY, f"modality.tensor.{_VOCABULARY}", multiple)
     else:
         draft.leave(_VOCABULARY, "costs", "Without a tp_size above 1 a table is computed with in its own size")
 
@@ -252,10 +259,10 @@ def convert_vocabulary(draft: Draft) -> None:
 def convert_microbatches(draft: Draft) -> None:
     """Say the number of microbatches, or their size where that alone is given."""
     if draft.get("num_microbatches") is not None:
-        draft.put("num_microbatches", "strategy.num_microbatches", draft.count("num_microbatches"))
+        draft.put("num_microbatches", "strategy.batching.num_microbatches", draft.count("num_microbatches"))
         draft.leave_rest(["microbatch_size"], "always", "num_microbatches decides")
     elif draft.get("microbatch_size") is not None:
-        draft.put("microbatch_size", "strategy.microbatch_size", draft.count("microbatch_size"))
+        draft.put("microbatch_size", "strategy.batching.microbatch_size", draft.count("microbatch_size"))
     else:
         rule = "With several stages the plugin needs it, or microbatch_size"
         raise draft.refused("num_microbatches", rule, "Say how many microbatches a batch is split into")
@@ -268,10 +275,10 @@ def _convert_checkpointing(draft: Draft) -> None:
         if draft.get("pp_style") == "zbv":  # they count by rank, and the second chunks run from the last rank back
             half = len(counts) // 2
             counts = [*counts[:half], *reversed(counts[half:])]
-        draft.put(per_stage, "modality.activation_checkpointing", recomputed_per_stage(counts))
+        draft.put(per_stage, "modality.memory.activation_checkpointing", recomputed_per_stage(counts))
         draft.leave_rest([ratio], "always", "num_ckpt_layers_per_stage decides")
     elif draft.get(ratio, 0):
-        draft.put(ratio, "modality.activation_checkpointing", {"fraction": draft.get(ratio)})
+        draft.put(ratio, "modality.memory.activation_checkpointing", {"fraction": draft.get(ratio)})
 
 
 def recomputed_per_stage(counts: list[int]) -> dict[str, Any]:
@@ -285,21 +292,21 @@ def _convert_communication(draft: Draft) -> None:
     bucket, other = ("zero_bucket_size_in_m", "ddp_bucket_cap_mb")[:: 1 if shares else -1]
     if bucket in draft.given:
         each = bytes_each if shares else 1
-        draft.put(bucket, "strategy.bucket_bytes", draft.count(bucket) * 2**20 * each)
+        draft.put(bucket, "strategy.launch.bucket_bytes", draft.count(bucket) * 2**20 * each)
     draft.leave_rest([other], "always", f"It is read {'without' if shares else 'with'} ZeRO alone")
     if not shares:
         draft.leave_rest(["cpu_offload", "communication_dtype"], "always", "It is read with ZeRO alone")
     if shares and draft.get("cpu_offload", False):
-        draft.put("cpu_offload", "modality.offload", "optimizer")
+        draft.put("cpu_offload", "modality.memory.offload", "optimizer")
     _convert_dtypes(draft, shares=shares)
 
 
 def _convert_dtypes(draft: Draft, *, shares: bool) -> None:
     if draft.get("fp8_communication", False):
-        rings = draft.modality.get("sequence_parallel") == "ring"  # whose rows travel as they are
+        rings = draft.modality.get("tensor", {}).get("sequence_parallel") == "ring"  # whose rows travel as they are
         for kind in ("parameters", "payloads", *([] if rings else ["tensor_parallel"])):
-            draft.put("fp8_communication", f"modality.communication_dtype.{kind}", "float8_e4m3fn")
-        draft.put("fp8_communication", "modality.communication_dtype.gradients", "float8_e5m2")
+            draft.put("fp8_communication", f"modality.communication.communication_dtype.{kind}", "float8_e4m3fn")
+        draft.put("fp8_communication", "modality.communication.communication_dtype.gradients", "float8_e5m2")
     said = draft.get("communication_dtype")
     if said is None or not shares:
         return
@@ -309,21 +316,23 @@ def _convert_dtypes(draft: Draft, *, shares: bool) -> None:
     elif draft.get("fp8_communication", False):
         draft.leave("communication_dtype", "always", "fp8_communication decides")
     else:
-        draft.put("communication_dtype", "modality.communication_dtype.gradients", name)
+        draft.put("communication_dtype", "modality.communication.communication_dtype.gradients", name)
 
 
 LEGACY_KNOBS: tuple[Knob, ...] = (
     same("parallel.pipeline.size", "modality.pp_size"),
     ruled("parallel.tensor.size", "modality.tp_size modality.cp_size", "`cp_size` with "
           "`mode=\"sequence\"`"),
-    ruled("parallel.tensor.mode", "modality.tp_mode modality.cp_mode modality.cp_distribution", "`1d`: `tp_size` says "
+    ruled("parallel.tensor.mode", "modality.tensor.tp_mode modality.context.cp_mode modality.context.cp_distribution",
+          "`1d`: `tp_size` says "
           "it; `2d`, `2.5d`, `3d`: the same words; `sequence`: `cp_mode: ring` with `cp_distribution: uniform`"),
-    ruled("parallel.tensor.depth", "modality.tp_depth", "Of `2.5d`"),
+    ruled("parallel.tensor.depth", "modality.tensor.tp_depth", "Of `2.5d`"),
     always("parallel.data.size", "The number of ranks decides, here and there"),
     same("parallel.moe.size", "modality.ep_size"),
-    ruled("NUM_MICRO_BATCHES", "strategy.num_microbatches", "With several stages"),
-    ruled("model.num_chunks", "modality.pp_chunks strategy.schedule", "Above 1, with `interleaved`", neutral=(1,)),
-    ruled("zero", "modality.zero_stage", "3", neutral=(None,)),
+    ruled("NUM_MICRO_BATCHES", "strategy.batching.num_microbatches", "With several stages"),
+    ruled("model.num_chunks", "modality.pipeline.pp_chunks strategy.schedule",
+          "Above 1, with `interleaved`", neutral=(1,)),
+    ruled("zero", "modality.sharding.zero_stage", "3", neutral=(None,)),
     ruled("fp16", "trainer.precision", "`16-mixed`; its scaler is the Trainer's", neutral=(None,)),
     same("clip_grad_norm", "trainer.gradient_clip_val", neutral=(0, 0.0)),
     same("gradient_accumulation", "trainer.accumulate_grad_batches"),
@@ -365,12 +374,12 @@ def convert_legacy(given: Mapping[str, Any]) -> Conversion:
         unsplit = "With one stage nothing is split, here or there"
         draft.leave_rest(["NUM_MICRO_BATCHES", "model.num_chunks"], "always", unsplit)
     elif "NUM_MICRO_BATCHES" in draft.given:
-        draft.put("NUM_MICRO_BATCHES", "strategy.num_microbatches", draft.count("NUM_MICRO_BATCHES"))
+        draft.put("NUM_MICRO_BATCHES", "strategy.batching.num_microbatches", draft.count("NUM_MICRO_BATCHES"))
     if draft.count("parallel.pipeline.size") > 1 and draft.get("model.num_chunks", 1) != 1:
-        draft.put("model.num_chunks", "modality.pp_chunks", draft.count("model.num_chunks"))
+        draft.put("model.num_chunks", "modality.pipeline.pp_chunks", draft.count("model.num_chunks"))
         draft.put("model.num_chunks", "strategy.schedule", "interleaved")
     if draft.get("zero") is not None:
-        draft.put("zero", "modality.zero_stage", 3)
+        draft.put("zero", "modality.sharding.zero_stage", 3)
     if (fp16 := draft.get("fp16")) is not None:
         if isinstance(fp16, Mapping) and fp16.get("mode") is None:
             draft.leave("fp16", "always", "It asks for nothing without a mode")
@@ -388,17 +397,17 @@ def _convert_tensor(draft: Draft) -> None:
     mode = draft.choice(name, _LEGACY_MODES, "1d")
     if mode == "sequence" and size > 1:
         draft.put("parallel.tensor.size", "modality.cp_size", size)
-        draft.put(name, "modality.cp_mode", "ring")
-        draft.put(name, "modality.cp_distribution", "uniform")
+        draft.put(name, "modality.context.cp_mode", "ring")
+        draft.put(name, "modality.context.cp_distribution", "uniform")
         return
     if "parallel.tensor.size" in draft.given:
         draft.put("parallel.tensor.size", "modality.tp_size", size)
     if mode in ("1d", "sequence") or size == 1:
         draft.leave_rest([name], "always", "tp_size says it" if mode == "1d" else "One rank shares nothing")
     else:
-        draft.put(name, "modality.tp_mode", mode)
+        draft.put(name, "modality.tensor.tp_mode", mode)
     if mode == "2.5d" and size > 1:
-        draft.put("parallel.tensor.depth", "modality.tp_depth", draft.count("parallel.tensor.depth"))
+        draft.put("parallel.tensor.depth", "modality.tensor.tp_depth", draft.count("parallel.tensor.depth"))
     draft.leave_rest(["parallel.tensor.depth"], "always", "Only 2.5d has a depth")
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
+from lightning_mm5d.config.groups import OF_STRATEGY, in_groups
 from lightning_mm5d.tools.convert import colossalai, cornstarch, mindformers
 from lightning_mm5d.tools.convert.knobs import Conversion, Effect, Entry, Knob
 from lightning_mm5d.tools.convert.python_source import read_python, refuse_unread
@@ -137,7 +138,13 @@ def arguments_of(config: str | os.PathLike[str] | Mapping[str, Any], given: Mapp
     if rest := conversion.of("elsewhere"):
         names = ", ".join(entry.name for entry in rest)
         warnings.warn(f"The model, the data or the Trainer says what the configuration says of {names}.", stacklevel=5)
-    return {**conversion.strategy, **given}
+    given = in_groups(OF_STRATEGY, given, "")
+    both = {group: {**said, **given[group]} for group, said in conversion.strategy.items() if _is_group(group, given)}
+    return {**conversion.strategy, **given, **both}
+
+
+def _is_group(name: str, given: Mapping[str, Any]) -> bool:
+    return name in OF_STRATEGY and isinstance(given.get(name), Mapping)
 
 
 def _refused(missing: tuple[Entry, ...]) -> ConfigError:

@@ -36,9 +36,11 @@ from lightning_mm5d.tools.convert.knobs import (
 MODAL_KNOBS: tuple[Knob, ...] = (
     same("tp_size", "modality.tp_size"),
     ruled("sp_size", "modality.cp_size", "", neutral=(1,)),
-    ruled("sequence_parallelism_mode", "modality.cp_mode", "`all_to_all`: `ulysses`; `ring_attn`, which gathers keys "
+    ruled("sequence_parallelism_mode", "modality.context.cp_mode",
+          "`all_to_all`: `ulysses`; `ring_attn`, which gathers keys "
           "and values a head at a time: `allgather`"),
-    ruled("pipeline_template.modules_per_stage", "modality.pipeline_template modality.pp_size", "`{stages: [...]}` "
+    ruled("pipeline_template.modules_per_stage", "modality.pipeline.pipeline_template modality.pp_size",
+          "`{stages: [...]}` "
           "with numbers of layers; other modules stay with the first or last layer"),
     always("pipeline_template.model_name", "Layers are found in the model"),
     costs("pipeline_template.latency", "`cost`, for the search of a layout", neutral=(0, 0.0)),
@@ -47,7 +49,8 @@ MODAL_KNOBS: tuple[Knob, ...] = (
     results("cpu_offload", "Cornstarch refuses it, too; ours is `offload: optimizer`", neutral=(False,)),
     results("custom_policy", "A policy is code: write a TensorParallelPlan and register it with "
             "`register_tensor_parallel_plan`; most models need none"),
-    ruled("context_parallel_distribution_mode", "modality.cp_distribution", "Of its `shard_config`: the same words in "
+    ruled("context_parallel_distribution_mode", "modality.context.cp_distribution",
+          "Of its `shard_config`: the same words in "
           "lower case"),
 )  # fmt: skip
 
@@ -56,9 +59,9 @@ KNOBS: tuple[Knob, ...] = (
     ruled("language_model_plugin", "modality.*", "The modality `language`"),
     *PRECISION,
     *KERNELS,
-    ruled("num_microbatches", "strategy.num_microbatches", "The dataloader's batches have `num_microbatches * "
+    ruled("num_microbatches", "strategy.batching.num_microbatches", "The dataloader's batches have `num_microbatches * "
           "microbatch_size` samples"),
-    ruled("microbatch_size", "strategy.microbatch_size", "Where `num_microbatches` is not said"),
+    ruled("microbatch_size", "strategy.batching.microbatch_size", "Where `num_microbatches` is not said"),
     *SCALER,
     always("parallel_output", PARALLEL_OUTPUT),
     *VOCABULARY,
@@ -66,12 +69,14 @@ KNOBS: tuple[Knob, ...] = (
 
 UNLIKE_KNOBS: tuple[Knob, ...] = (
     same("tp_size", "modality.tp_size"),
-    ruled("microbatch_size", "strategy.microbatch_size", "Without `pipelines`, which have numbers of microbatches"),
+    ruled("microbatch_size", "strategy.batching.microbatch_size",
+          "Without `pipelines`, which have numbers of microbatches"),
     *PRECISION,
     *KERNELS,
     *SCALER,
-    ruled("pipelines", "modality.pipelines", "A template per replica, or its lists of modules alone"),
-    ruled("num_microbatches", "strategy.num_microbatches modality.speeds", "One number per replica: their mean, with "
+    ruled("pipelines", "modality.pipeline.pipelines", "A template per replica, or its lists of modules alone"),
+    ruled("num_microbatches", "strategy.batching.num_microbatches modality.pipeline.speeds",
+          "One number per replica: their mean, with "
           "the numbers as speeds"),
 )  # fmt: skip
 
@@ -155,16 +160,18 @@ def _convert_pipelines(draft: Draft) -> None:
         if not isinstance(templates, list) or not templates:
             raise draft.refused("pipelines", "It lists a template for each replica", "Write [{modules_per_stage: ...}]")
         stages = [one.get("modules_per_stage") if isinstance(one, Mapping) else one for one in templates]
-        draft.put("pipelines", "modality.pipelines", [{"stages": _layers(draft, "pipelines", one)} for one in stages])
+        draft.put(
+            "pipelines", "modality.pipeline.pipelines", [{"stages": _layers(draft, "pipelines", one)} for one in stages]
+        )
     if "num_microbatches" in draft.given:
         counts = draft.counts("num_microbatches")
         if templates is None or len(counts) != len(templates) or sum(counts) % len(counts) or 0 in counts:
             rule = "It has a number of at least 1 for each of `pipelines`, and their mean is a whole number"
             raise draft.refused("num_microbatches", rule, "Write for instance [8, 6]")
-        draft.put("num_microbatches", "strategy.num_microbatches", sum(counts) // len(counts))
-        draft.put("num_microbatches", "modality.speeds", counts)
+        draft.put("num_microbatches", "strategy.batching.num_microbatches", sum(counts) // len(counts))
+        draft.put("num_microbatches", "modality.pipeline.speeds", counts)
     if templates is None and draft.get("microbatch_size") is not None:
-        draft.put("microbatch_size", "strategy.microbatch_size", draft.count("microbatch_size"))
+        draft.put("microbatch_size", "strategy.batching.microbatch_size", draft.count("microbatch_size"))
     draft.leave_rest(["microbatch_size"], "always", "A batch of the dataloader is split into num_microbatches")
 
 
@@ -181,11 +188,11 @@ def _modal(name: str, path: str, given: Mapping[str, Any]) -> Draft:
         raise draft.refused(mode_name, "The plugin needs it for an sp_size above 1", "Use 'ring_attn' or 'all_to_all'")
     else:
         draft.put("sp_size", "modality.cp_size", size)
-        draft.put(mode_name, "modality.cp_mode", "ulysses" if mode == "all_to_all" else "allgather")
+        draft.put(mode_name, "modality.context.cp_mode", "ulysses" if mode == "all_to_all" else "allgather")
     distribution = draft.get("context_parallel_distribution_mode")
     if distribution is not None:
         word = str(distribution).rpartition(".")[2].lower()
-        draft.put("context_parallel_distribution_mode", "modality.cp_distribution", word)
+        draft.put("context_parallel_distribution_mode", "modality.context.cp_distribution", word)
     _convert_template(draft)
     return draft
 
@@ -198,7 +205,7 @@ def _convert_template(draft: Draft) -> None:
     if isinstance(stages, list) and len(stages) == 1 and isinstance(stages[0], list):
         draft.put(name, "modality.pp_size", 1)
         return
-    draft.put(name, "modality.pipeline_template", {"stages": _layers(draft, name, stages)})
+    draft.put(name, "modality.pipeline.pipeline_template", {"stages": _layers(draft, name, stages)})
 
 
 def _layers(draft: Draft, name: str, stages: Any) -> list[int]:

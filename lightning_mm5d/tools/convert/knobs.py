@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.config.features import check_features
+from lightning_mm5d.config.groups import with_fields
 from lightning_mm5d.config.modality import Modality, as_modalities
 
 Effect = Literal["mapped", "always", "elsewhere", "costs", "results"]
@@ -94,7 +95,7 @@ class Entry:
         got: its value there.
         effect: what became of it.
         fields: paths of our fields and their values.
-        about: how the value changed, or why there is no equal.
+        about: how the value with_fields, or why there is no equal.
     """
 
     name: str
@@ -210,7 +211,7 @@ class Draft:
             **fields: what `put` may say of the modality then.
         """
         try:
-            check(as_modalities({self._modality: {**self.modality, **fields}})[self._modality])
+            check(with_fields(as_modalities({self._modality: self.modality})[self._modality], **fields))
         except ConfigError as error:
             self.leave(name, "costs", error.rule if self._modality == MODEL else f"{self._modality}: {error.rule}")
             return False
@@ -269,11 +270,13 @@ def _flat(
 
 
 KERNELS: tuple[Knob, ...] = (
-    ruled("enable_fused_normalization", "modality.kernels", "`rms_norm`, for models with norms like Llama's",
+    ruled("enable_fused_normalization", "modality.compute.kernels", "`rms_norm`, for models with norms like Llama's",
           neutral=(False,)),
-    ruled("enable_flash_attention", "modality.kernels", "`sdpa`, with a `cp_size` of 1: on GPUs flash attention where "
+    ruled("enable_flash_attention", "modality.compute.kernels",
+          "`sdpa`, with a `cp_size` of 1: on GPUs flash attention where "
           "masks allow it. `flash_attention_2` is that of the package", neutral=(False,)),
-    ruled("enable_jit_fused", "modality.compile", "`true`, without `sequence_parallel`: whole layers are compiled",
+    ruled("enable_jit_fused", "modality.compute.compile",
+          "`true`, without `sequence_parallel`: whole layers are compiled",
           neutral=(False,)),
 )  # fmt: skip
 """In the order of the constructors."""
@@ -289,11 +292,11 @@ def convert_kernels(draft: Draft) -> None:
     if draft.get(name, False) and draft.accepts(
         name, lambda one: check_features({"modalities": {"": one}}), compile=True
     ):
-        draft.put(name, "modality.compile", True)
+        draft.put(name, "modality.compute.compile", True)
 
 
 def choose_kernel(draft: Draft, name: str, kernel: str) -> None:
     """Add a kernel to those of the modality, which a knob asks for; or note why the modality refuses it."""
-    chosen = [*draft.modality.get("kernels", ()), kernel]
+    chosen = [*draft.modality.get("compute", {}).get("kernels", ()), kernel]
     if draft.accepts(name, lambda one: check_features({"modalities": {"": one}}), kernels=chosen):
-        draft.put(name, "modality.kernels", chosen)
+        draft.put(name, "modality.compute.kernels", chosen)

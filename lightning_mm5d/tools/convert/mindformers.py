@@ -37,24 +37,28 @@ PARALLEL_CONFIG: tuple[Knob, ...] = (
     same(_P + "context_parallel", "modality.cp_size"),
     same(_P + "expert_parallel", "modality.ep_size"),
     same(_P + "pipeline_stage", "modality.pp_size"),
-    same(_P + "micro_batch_num", "strategy.num_microbatches"),
+    same(_P + "micro_batch_num", "strategy.batching.num_microbatches"),
     costs(_P + "seq_split_num", "Microbatches are not split along the sequence", neutral=(1,)),
-    ruled(_P + "use_seq_parallel", "modality.sequence_parallel", "With a `model_parallel` above 1", neutral=(False,)),
+    ruled(_P + "use_seq_parallel", "modality.tensor.sequence_parallel",
+          "With a `model_parallel` above 1", neutral=(False,)),
     always(_P + "optimizer_shard", "It does nothing since MindFormers 0.7; see `parallel.enable_parallel_optimizer`"),
     costs(_P + "gradient_aggregation_group", "`bucket_bytes` sets the size of messages"),
-    ruled(_P + "vocab_emb_dp", "modality.shard_embedding", "`false` for true, with one stage and several ranks",
+    ruled(_P + "vocab_emb_dp", "modality.tensor.shard_embedding", "`false` for true, with one stage and several ranks",
           neutral=(False,)),
-    ruled(_P + "context_parallel_algo", "modality.cp_mode", "`colossalai_cp`: `allgather`; `ulysses_cp`: `ulysses`; "
+    ruled(_P + "context_parallel_algo", "modality.context.cp_mode",
+          "`colossalai_cp`: `allgather`; `ulysses_cp`: `ulysses`; "
           "`hybrid_cp`: `hybrid`"),
-    ruled(_P + "ulysses_degree_in_cp", "modality.ulysses_size", "With `hybrid_cp`", neutral=(1,)),
+    ruled(_P + "ulysses_degree_in_cp", "modality.context.ulysses_size", "With `hybrid_cp`", neutral=(1,)),
     always(_P + "mem_coeff", _COMPILER),
 )  # fmt: skip
 RECOMPUTE_CONFIG: tuple[Knob, ...] = (
-    ruled(_R + "recompute", "modality.activation_checkpointing", "`full`; numbers of layers: `{per_stage: [...]}`",
+    ruled(_R + "recompute", "modality.memory.activation_checkpointing",
+          "`full`; numbers of layers: `{per_stage: [...]}`",
           neutral=(False,)),
-    ruled(_R + "select_recompute", "modality.activation_checkpointing", "`selective`, which keeps products and "
+    ruled(_R + "select_recompute", "modality.memory.activation_checkpointing", "`selective`, which keeps products and "
           "attention and computes the rest again", neutral=(False,)),
-    ruled(_R + "parallel_optimizer_comm_recompute", "modality.reshard_after_forward", "With `optimizer_level: level3`",
+    ruled(_R + "parallel_optimizer_comm_recompute", "modality.sharding.reshard_after_forward",
+          "With `optimizer_level: level3`",
           neutral=(False,)),
     costs(_R + "select_comm_recompute", _WHOLE, neutral=(False,)),
     costs(_R + "mp_comm_recompute", "A layer that is computed again communicates again", neutral=(True,)),
@@ -68,11 +72,14 @@ PARALLEL: tuple[Knob, ...] = (
     always(_M + "dataset_strategy", "Each replica loads its own samples"),
     costs(_M + "search_mode", "`mm5d plan` searches", neutral=("sharding_propagation",)),
     costs(_M + "auto_parallel_search_mode", "`mm5d plan` searches"),
-    ruled(_M + "enable_parallel_optimizer", "modality.zero_stage", "1, or as `optimizer_level` says", neutral=(False,)),
-    ruled(_M + "parallel_optimizer_config.gradient_accumulation_shard", "modality.zero_stage", "2"),
-    ruled(_M + "parallel_optimizer_config.optimizer_level", "modality.zero_stage modality.reshard_after_forward",
+    ruled(_M + "enable_parallel_optimizer", "modality.sharding.zero_stage",
+          "1, or as `optimizer_level` says", neutral=(False,)),
+    ruled(_M + "parallel_optimizer_config.gradient_accumulation_shard", "modality.sharding.zero_stage", "2"),
+    ruled(_M + "parallel_optimizer_config.optimizer_level",
+          "modality.sharding.zero_stage modality.sharding.reshard_after_forward",
           "`level1`, `level2`, `level3`: 1, 2, 3; `level3` with `reshard_after_forward`"),
-    ruled(_M + "parallel_optimizer_config.optimizer_weight_shard_size", "modality.dp_shard_size", "", neutral=(-1,)),
+    ruled(_M + "parallel_optimizer_config.optimizer_weight_shard_size", "modality.sharding.dp_shard_size",
+          "", neutral=(-1,)),
     costs(_M + "parallel_optimizer_config.parallel_optimizer_threshold", "All parameters are shared"),
     always(_M + "gradients_mean", "Gradients are those of the mean loss over all replicas"),
     always(_M + "loss_repeated_mean", "Gradients are those of the mean loss over all replicas"),
@@ -97,21 +104,24 @@ PARALLEL: tuple[Knob, ...] = (
     always(_M + "group_ckpt_save_file", _ANY_LAYOUT),
 )  # fmt: skip
 OTHERS: tuple[Knob, ...] = (
-    ruled("swap_config.swap", "modality.offload", "`activations`", neutral=(False,)),
+    ruled("swap_config.swap", "modality.memory.offload", "`activations`", neutral=(False,)),
     costs("swap_config.layer_swap", "Activations of all layers are offloaded"),
     costs("swap_config.op_swap", "Activations of all operations are offloaded"),
     costs("swap_config.default_prefetch", "The order of the schedule tells when they come back"),
-    ruled("micro_batch_interleave_num", "modality.interleaved_microbatches strategy.num_microbatches", "Each "
+    ruled("micro_batch_interleave_num", "modality.pipeline.interleaved_microbatches strategy.batching.num_microbatches",
+          "Each "
           "microbatch is as many, so `num_microbatches` is the product with `micro_batch_num`", neutral=(1,)),
-    ruled(_A + "fine_grain_interleave", "modality.interleaved_microbatches", "Microbatches side by side in place of "
+    ruled(_A + "fine_grain_interleave", "modality.pipeline.interleaved_microbatches",
+          "Microbatches side by side in place of "
           "slices of one, where it divides their number", neutral=(0, 1)),
-    ruled(_A + "pp_interleave_num", "modality.pp_chunks", "With `pipeline_interleave`", neutral=(1,)),
-    ruled(_A + "offset", "modality.pipeline_template", "`{stages: [...]}`, or `{offsets: [...]}` where `num_layers` is "
+    ruled(_A + "pp_interleave_num", "modality.pipeline.pp_chunks", "With `pipeline_interleave`", neutral=(1,)),
+    ruled(_A + "offset", "modality.pipeline.pipeline_template",
+          "`{stages: [...]}`, or `{offsets: [...]}` where `num_layers` is "
           "not said", neutral=(0,)),
     elsewhere(_A + "num_layers", "The model's"),
-    ruled(_A + "use_flash_attention", "modality.kernels", "`sdpa`, with a `cp_size` of 1", neutral=(False,)),
-    ruled(_A + "use_ring_attention", "modality.cp_mode", "`ring`", neutral=(False,)),
-    ruled("moe_config.expert_model_parallel", "modality.expert_tp_size", "", neutral=(1,)),
+    ruled(_A + "use_flash_attention", "modality.compute.kernels", "`sdpa`, with a `cp_size` of 1", neutral=(False,)),
+    ruled(_A + "use_ring_attention", "modality.context.cp_mode", "`ring`", neutral=(False,)),
+    ruled("moe_config.expert_model_parallel", "modality.tensor.expert_tp_size", "", neutral=(1,)),
     same("runner_config.gradient_accumulation_steps", "trainer.accumulate_grad_batches", neutral=(1,)),
     always("use_parallel", "The number of ranks decides"),
 )  # fmt: skip
@@ -165,14 +175,14 @@ def convert_mindformers(given: Mapping[str, Any]) -> Conversion:
     _convert_sharing(draft)
     if draft.get(_P + "vocab_emb_dp", False):
         if stages == 1 and draft.count(_P + "model_parallel") > 1:
-            draft.put(_P + "vocab_emb_dp", "modality.shard_embedding", False)
+            draft.put(_P + "vocab_emb_dp", "modality.tensor.shard_embedding", False)
         else:
             draft.leave(_P + "vocab_emb_dp", "always", "It is read with one stage and several model parallel ranks")
     if draft.get("swap_config.swap", False):
-        draft.put("swap_config.swap", "modality.offload", "activations")
+        draft.put("swap_config.swap", "modality.memory.offload", "activations")
     if draft.get("moe_config.expert_model_parallel") is not None:
         name = "moe_config.expert_model_parallel"
-        draft.put(name, "modality.expert_tp_size", draft.count(name))
+        draft.put(name, "modality.tensor.expert_tp_size", draft.count(name))
     if draft.get(_A + "use_flash_attention", False):
         choose_kernel(draft, _A + "use_flash_attention", "sdpa")
     _convert_copies(draft, stages)
@@ -209,7 +219,7 @@ def _convert_schedule(draft: Draft) -> tuple[int, int]:
         draft.leave_rest([interleaves, count], "always", "Nothing interleaves with one stage, or without both")
     elif chunks > 1:
         draft.put(interleaves, "strategy.schedule", "zbv" if said == "zero_bubble_v" else "interleaved")
-        draft.put(count, "modality.pp_chunks", chunks)
+        draft.put(count, "modality.pipeline.pp_chunks", chunks)
     else:
         draft.leave(interleaves, "always", "One chunk interleaves with nothing")
     if draft.get(scheduler) is not None:
@@ -222,7 +232,7 @@ def _convert_schedule(draft: Draft) -> tuple[int, int]:
         else:
             draft.put(scheduler, "strategy.schedule", "zbv" if said == "zero_bubble_v" else said)
     if stages == 1 and draft.get(_P + "micro_batch_num", 1) != 1:
-        del draft.strategy["num_microbatches"]
+        del draft.strategy["batching"]
         draft.leave(_P + "micro_batch_num", "always", "With one stage nothing is split there")
     return stages, chunks
 
@@ -254,15 +264,15 @@ def _convert_layers(draft: Draft, stages: int, chunks: int) -> None:
         if sum(counts) != layers:
             rule = f"With it stages have {sum(counts)} of {layers} layers"
             raise draft.refused(name, rule, f"Let its numbers sum to {layers % (stages * chunks)}")
-        draft.put(name, "modality.pipeline_template", {"stages": counts})
+        draft.put(name, "modality.pipeline.pipeline_template", {"stages": counts})
     elif sum(offsets) == 0:
-        draft.put(name, "modality.pipeline_template", {"offsets": offsets})
+        draft.put(name, "modality.pipeline.pipeline_template", {"offsets": offsets})
     else:
         draft.leave(name, "costs", "Without num_layers it tells no stage's layers; they are balanced by their costs")
 
 
 def _convert_recomputation(draft: Draft, stages: int, chunks: int) -> None:
-    name, select, field = _R + "recompute", _R + "select_recompute", "modality.activation_checkpointing"
+    name, select, field = _R + "recompute", _R + "select_recompute", "modality.memory.activation_checkpointing"
     rows = _rows(draft, name, stages, chunks)
     if rows is not None and len(rows) < chunks:  # shared out over the chunks of each stage in turn
         rows = [[n // chunks + (chunk < n % chunks) for n in rows[0]] for chunk in range(chunks)]
@@ -294,17 +304,17 @@ def _convert_context(draft: Draft) -> None:
         if mode == "hybrid" and degree in (1, size):
             mode = "ulysses" if degree == size else "allgather"
         elif mode == "hybrid":
-            draft.put(inner, "modality.ulysses_size", degree)
+            draft.put(inner, "modality.context.ulysses_size", degree)
         rings = draft.get(ring, False) and mode == "allgather"
         if rings:
-            draft.put(ring, "modality.cp_mode", "ring")
+            draft.put(ring, "modality.context.cp_mode", "ring")
         if algorithm in draft.given and not rings:
-            draft.put(algorithm, "modality.cp_mode", mode)
+            draft.put(algorithm, "modality.context.cp_mode", mode)
         draft.leave_rest([inner, algorithm, ring], "always", "Another knob says it")
     name = _P + "use_seq_parallel"
     if draft.get(name, False):
         if tp_size > 1:
-            draft.put(name, "modality.sequence_parallel", True)
+            draft.put(name, "modality.tensor.sequence_parallel", True)
         else:
             draft.leave(name, "always", "One rank shares no sequence")
 
@@ -322,14 +332,14 @@ def _convert_sharing(draft: Draft) -> None:
     stage = {"level1": 1, "level2": 2, "level3": 3}[str(said)]
     if draft.get(gradients, False) and stage == 1:
         stage = 2
-        draft.put(gradients, "modality.zero_stage", 2)
-    draft.put(switch, "modality.zero_stage", stage)
+        draft.put(gradients, "modality.sharding.zero_stage", 2)
+    draft.put(switch, "modality.sharding.zero_stage", stage)
     if level in draft.given:
-        draft.put(level, "modality.zero_stage", stage)
+        draft.put(level, "modality.sharding.zero_stage", stage)
     if stage == 3:
-        draft.put(level, "modality.reshard_after_forward", True)
+        draft.put(level, "modality.sharding.reshard_after_forward", True)
     if draft.get(size, -1) != -1:
-        draft.put(size, "modality.dp_shard_size", draft.count(size))
+        draft.put(size, "modality.sharding.dp_shard_size", draft.count(size))
     draft.leave_rest([gradients, size, again], "always", "Another knob says it, or nothing")
 
 
@@ -338,14 +348,14 @@ def _convert_copies(draft: Draft, stages: int) -> None:
     copies, slices, number = "micro_batch_interleave_num", _A + "fine_grain_interleave", _P + "micro_batch_num"
     count, total = draft.count(copies), draft.count(number) if stages > 1 else 1
     if count > 1 and _interleaves(draft, copies, count, total * count):
-        draft.put(copies, "strategy.num_microbatches", total * count)
+        draft.put(copies, "strategy.batching.num_microbatches", total * count)
         if number in draft.given and draft.count(number) == total:
-            draft.put(number, "strategy.num_microbatches", total * count, f"Times {copies}")
+            draft.put(number, "strategy.batching.num_microbatches", total * count, f"Times {copies}")
     if draft.get(slices, 0) == 0 or (count := draft.count(slices)) == 1:
         return
     if draft.count(_P + "model_parallel") == 1:
         draft.leave(slices, "always", "It is read with several model parallel ranks")
-    elif "interleaved_microbatches" in draft.modality:
+    elif "interleaved_microbatches" in draft.modality.get("pipeline", {}):
         draft.leave(slices, "costs", f"{copies} says how many microbatches are computed side by side")
     else:
         _interleaves(draft, slices, count, total)
@@ -359,5 +369,5 @@ def _interleaves(draft: Draft, name: str, count: int, total: int) -> bool:
 
     accepted = draft.accepts(name, check, interleaved_microbatches=count)
     if accepted:
-        draft.put(name, "modality.interleaved_microbatches", count)
+        draft.put(name, "modality.pipeline.interleaved_microbatches", count)
     return accepted

@@ -414,7 +414,7 @@ class _Tracer:
         if not is_layer:
             return size
         modality = self._modalities[name]
-        return size // modality.cp_size // (modality.tp_size if modality.sequence_parallel else 1)
+        return size // modality.cp_size // (modality.tp_size if modality.tensor.sequence_parallel else 1)
 
     @property
     def _block(self) -> Any:
@@ -468,7 +468,7 @@ class _Tracer:
             return
         name, use = self._unit[0], self._use
         modality = self._modalities[name]
-        copies = modality.tp_size if modality.expert_tp_size == 1 else 1
+        copies = modality.tp_size if modality.tensor.expert_tp_size == 1 else 1
         rows = index.numel() * tensors[0].shape[-1] * tensors[0].element_size() // modality.cp_size // copies
         use.saved[self._beyond(2 * rows)] = 2 * rows
         use.work.routed += rows

@@ -18,6 +18,7 @@ from torch import nn
 from lightning_mm5d.config.checks import check_memory
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.features import check_features
+from lightning_mm5d.config.groups import with_fields
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.config.tables import Page, Table, memory_text, spans
 from lightning_mm5d.features.unlike_pipelines.pipelines import check_pipelines
@@ -147,7 +148,7 @@ def _experts(plan: Plan) -> Iterable[tuple[str, str]]:
         ranks = plan.ownership.ranks_holding(layer.parameters[0])
         blocks = dict.fromkeys(shards.expert_block(layer, rank) for rank in ranks)
         numbers = ", ".join(str(count) for count in dict.fromkeys(stop - start for start, stop in layer.ranges))
-        degree = plan.modalities[layer.modality].expert_tp_size
+        degree = plan.modalities[layer.modality].tensor.expert_tp_size
         divided = f", each divided over {degree} tensor parallel ranks" if degree > 1 else ""
         where = "; ".join(spans(block) for block in blocks)
         text = f"{layer.number} of {layer.modality} shared by ranks {where}, {numbers} on each{divided}"
@@ -261,7 +262,7 @@ def _variants(plan: Plan) -> Iterator[tuple[str, Mapping[str, Modality]]]:
     """Names of options, and the modalities with them."""
     now = plan.modalities
     shares = any(plan.layout.sizes(name).dp * plan.layout.sizes(name).cp > 1 for name in now)
-    changes: list[tuple[str, dict[str, object]]] = []
+    changes: list[tuple[str, dict[str, Any]]] = []
     if shares:
         changes += [
             (f"zero_stage: {stage}", {"zero_stage": stage, "dp_shard_size": None, "reshard_after_forward": False})
@@ -273,7 +274,7 @@ def _variants(plan: Plan) -> Iterator[tuple[str, Mapping[str, Modality]]]:
     changes += [(f"offload: {kind}", {"offload": [kind]}) for kind in ("activations", "optimizer", "parameters")]
     for name, fields in changes:
         others = {
-            key: replace(modality, **fields)  # type: ignore[arg-type]
+            key: with_fields(modality, **fields)
             if plan.partition.parts[key].paths or "activation_checkpointing" not in fields
             else modality
             for key, modality in now.items()

@@ -159,7 +159,7 @@ class LayoutCosts:
     def units(self, name: str, modality: Modality, samples: int) -> list[Unit]:
         """Return the units of a modality in seconds on a rank, for a microbatch of so many samples."""
         tp, cp, ep = modality.tp_size, modality.cp_size, modality.ep_size
-        key = name, tp, cp, ep, modality.cp_mode, samples
+        key = name, tp, cp, ep, modality.context.cp_mode, samples
         if key not in self.known:
             factor = samples / self.samples / cp
             scales = self.scales.get(name, [1.0] * len(self.rows[name]))
@@ -184,7 +184,7 @@ class LayoutCosts:
         within, block, beyond = (self.cluster.link(range(size)) for size in (tp, tp * cp, tp * ep))
         sums = {p.source: p.given for p in two.products if p.kind == "column" and p.passes}
         results = [p.made for p in two.products if p.kind == "row"]
-        keys = 0.0 if modality.cp_mode == "items" else block.all_gather(cp, work.keys * cp)
+        keys = 0.0 if modality.context.cp_mode == "items" else block.all_gather(cp, work.keys * cp)
         routed = 2 * beyond.all_to_all(ep, work.routed)
         forward = self.cluster.seconds(work.flops + work.attention, work.moved) * scale + keys + routed
         forward = max(forward + sum(within.all_reduce(tp, size * factor) for size in results), _LEAST)

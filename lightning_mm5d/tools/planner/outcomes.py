@@ -51,9 +51,11 @@ def sketch(
 def sketched_plan(layout: Layout, modalities: Mapping[str, Modality], *, v_shaped: bool = False) -> Plan:
     """Return the plan of a run without a model; arguments as of `sketch`. A stage's parameter has its name."""
     for name, modality in modalities.items():
-        if modality.pipelines is not None:
+        if modality.pipeline.pipelines is not None:
             rule = "Which stages unlike pipelines have is known of a model's layers, and there is no model"
-            raise ConfigError(f"modalities.{name}.pipelines", modality.pipelines, rule, "Name a model beside it")
+            raise ConfigError(
+                f"modalities.{name}.pipeline.pipelines", modality.pipeline.pipelines, rule, "Name a model beside it"
+            )
     stages = {
         name: tuple(StageCut(name, index, index, index + 1) for index in range(modality.num_cuts))
         for name, modality in modalities.items()

@@ -29,7 +29,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
-from lightning_mm5d.config.modality import Modality, Owner, PipelineTemplate
+from lightning_mm5d.config.groups import PipelineTemplate, with_fields
+from lightning_mm5d.config.modality import Modality, Owner
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import Encoder, Partition, Parts, StageCut
 from lightning_mm5d.partition.costs import Unit, balance, costed, kept_of
@@ -391,7 +392,7 @@ def configured(modalities: Mapping[str, Modality], placement: Placement, loss_mo
         sizes, owner = placement.sizes[name], placement.owners.get(name)
         if owner is not None and len(sizes) == len(placement.sizes[owner.modality]) == 1:
             owner = Owner(owner.modality, None)  # equal, and shorter to write
-        found[name] = replace(
+        found[name] = with_fields(
             modality,
             dp_size=modality.dp_size if name == loss_modality else None,
             pp_size=len(sizes) if len(sizes) > 1 else None,
@@ -416,7 +417,7 @@ def replica_graph(
     Tensor and context parallel ranks of a stage run the same actions, so one rank stands for all of them.
     """
     placed = {
-        name: replace(modality, dp_size=None, dp_shard_size=None, tp_size=1, cp_size=1, ep_size=1, expert_tp_size=1)
+        name: with_fields(modality, dp_size=None, dp_shard_size=None, tp_size=1, cp_size=1, ep_size=1, expert_tp_size=1)
         for name, modality in configured(modalities, placement, loss_modality).items()
     }
     stages: dict[str, tuple[StageCut, ...]] = {}

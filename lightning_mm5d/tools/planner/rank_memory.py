@@ -277,7 +277,10 @@ class _Estimate:
     def _layer(self, name: str) -> tuple[str, int] | None:
         """The layer of a parameter that is gathered with its layer."""
         for modality, parts in self._plan.partition.parts.items():
-            if self._plan.modalities[modality].reshard_after_forward and (index := parts.index(name)) is not None:
+            if (
+                self._plan.modalities[modality].sharding.reshard_after_forward
+                and (index := parts.index(name)) is not None
+            ):
                 return modality, index
         return None
 

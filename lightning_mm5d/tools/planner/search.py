@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.modality import Modality, PipelineTemplate, decoders_of
+from lightning_mm5d.config.groups import OF_MODALITY, PipelineTemplate, path_of, value_of, with_fields
+from lightning_mm5d.config.modality import Modality, decoders_of
 from lightning_mm5d.config.tables import memory_text
 from lightning_mm5d.features.auto_schedule.schedules import lower_bound
 from lightning_mm5d.features.shared_experts.experts import find_experts
@@ -127,7 +128,7 @@ class LayoutSearch:
                 for above, placed in self._placed(candidate):
                     heappush(waiting, (max(above, bound), pushed := pushed + 1, placed, 1))
                 continue
-            unshared = {name: replace(one, zero_stage=None) for name, one in candidate.modalities.items()}
+            unshared = {name: with_fields(one, zero_stage=None) for name, one in candidate.modalities.items()}
             if (key := words(candidate._replace(modalities=unshared))) in fits:
                 continue  # it fits with less shared, which is not slower
             try:
@@ -241,11 +242,15 @@ class LayoutSearch:
             made = dict(modalities)
             for name, one in modalities.items():
                 said: dict[str, Any] = {"ep_size": ep} if name in self.experts else {}
-                if one.activation_checkpointing == "none" and self.plan.partition.parts[name].paths:
+                if one.memory.activation_checkpointing == "none" and self.plan.partition.parts[name].paths:
                     said["activation_checkpointing"] = again
-                if one.zero_stage is None and one.dp_shard_size is None and "parameters" not in one.offloads:
+                if (
+                    one.sharding.zero_stage is None
+                    and one.sharding.dp_shard_size is None
+                    and "parameters" not in one.offloads
+                ):
                     said["zero_stage"] = stage
-                made[name] = replace(one, **said)
+                made[name] = with_fields(one, **said)
             yield made
 
     def _ranks(self, candidate: Candidate) -> int:
@@ -266,7 +271,7 @@ class LayoutSearch:
     def _row(self, name: str, candidate: Candidate) -> list[float]:
         """Seconds of the forward and backward of each unit."""
         one = candidate.modalities[name]
-        again = str(one.activation_checkpointing)
+        again = str(one.memory.activation_checkpointing)
         key = name, one.tp_size, one.cp_size, one.ep_size, again, candidate.samples
         if key not in self._known:
             row = self.costs.units(name, one, candidate.samples)
@@ -294,7 +299,7 @@ class LayoutSearch:
         total, replicas = 0.0, self.plan.layout.size // self._ranks(candidate)
         for name, one in candidate.modalities.items():
             parameters, states, _ = self._bytes[name]
-            copies = replicas * one.cp_size if one.zero_stage else 1
+            copies = replicas * one.cp_size if one.sharding.zero_stage else 1
             ep = one.ep_size if name in self.experts else 1
             total += parameters / ep + states / max(copies, ep)
         return total / self._ranks(candidate)
@@ -322,7 +327,7 @@ class LayoutSearch:
         """
         loss = self.plan.partition.loss_modality
         one = candidate.modalities[loss]
-        is_whole = one.activation_checkpointing == "none"
+        is_whole = one.memory.activation_checkpointing == "none"
         key = "kept", one.tp_size, one.cp_size, is_whole, candidate.samples
         if key not in self._known:
             units = self.costs.trace({loss: one}, candidate.samples).units[loss][1:-1]
@@ -356,7 +361,7 @@ class LayoutSearch:
             for schedule in _SCHEDULES if len(placement.loads) > 1 else _SCHEDULES[:1]:
                 yield bound, Candidate(made, schedule, samples, count)
             if number == 0 and 1 < stages <= sum(placement.sizes[loss]) // 2:
-                chunks = replace(made[loss], pp_chunks=2, pipeline_template=None)
+                chunks = with_fields(made[loss], pp_chunks=2, pipeline_template=None)
                 own = [node for node in graph.nodes if node.stage.modality == loss]  # one microbatch passes all of them
                 path = sum(node.forward_cost + node.backward_cost - graph.weight_cost(node) for node in own)
                 for schedule in _OF_CHUNKS:
@@ -383,9 +388,9 @@ def words(candidate: Candidate) -> str:
     parts = []
     for name, one in candidate.modalities.items():
         sizes = {"dp": one.dp_size or 1, "tp": one.tp_size, "cp": one.cp_size, "ep": one.ep_size, "pp": one.stages}
-        said = [f"{key} {size}" for key, size in (sizes | {"chunks": one.pp_chunks}).items() if size > 1]
-        said += [f"zero {one.zero_stage}"] * bool(one.zero_stage)
-        said += [f"recompute {one.activation_checkpointing}"] * (one.activation_checkpointing != "none")
+        said = [f"{key} {size}" for key, size in (sizes | {"chunks": one.pipeline.pp_chunks}).items() if size > 1]
+        said += [f"zero {one.sharding.zero_stage}"] * bool(one.sharding.zero_stage)
+        said += [f"recompute {one.memory.activation_checkpointing}"] * (one.memory.activation_checkpointing != "none")
         said += [f"with {one.colocate_with}"] * (one.colocate_with is not None)
         parts.append(f"{name}: {' '.join(said) or 'unsplit'}")
     return f"{', '.join(parts)}; {candidate.schedule}, {candidate.microbatches} x {candidate.samples} samples"
@@ -401,7 +406,7 @@ def check_searched(modalities: Mapping[str, Modality]) -> None:
         rule = f"The search places encoders before one modality, and {', '.join(decoders)} runs after that"
         raise ConfigError("modalities", list(modalities), rule, "Choose sizes by hand; mm5d simulate compares them")
     for name, modality in modalities.items():
-        kind = modality.activation_checkpointing
+        kind = modality.memory.activation_checkpointing
         stages, replicas = (
             "It lists stages, and the search chooses their number",
             "The search lays out replicas that are equal",
@@ -410,11 +415,11 @@ def check_searched(modalities: Mapping[str, Modality]) -> None:
             "feeds": (isinstance(modality.feeds, list), stages, "Use 'first' or 'all'"),
             "activation_checkpointing": ("per_stage" in kind, stages, "Use a fraction, such as {fraction: 0.5}"),
             "pipelines": (bool(modality.lengths), replicas, "Leave it unset for the search"),
-            "speeds": (modality.speeds is not None, replicas, "Leave it unset for the search"),
+            "speeds": (modality.pipeline.speeds is not None, replicas, "Leave it unset for the search"),
         }
         for path, (cannot, rule, fix) in refused.items():
             if cannot:
-                raise ConfigError(f"modalities.{name}.{path}", getattr(modality, path), rule, fix)
+                raise ConfigError(f"modalities.{name}.{path_of(path)}", value_of(modality, path), rule, fix)
 
 
 def plan_maker(plan: Plan, module: nn.Module) -> Callable[[Mapping[str, Modality]], Plan]:
@@ -431,7 +436,8 @@ def plan_maker(plan: Plan, module: nn.Module) -> Callable[[Mapping[str, Modality
         cut = partition(module, modalities)
         experts = find_experts(module, cut, modalities)
         key = tuple(
-            (one.tp_mode, one.tp_depth, one.tp_size, one.expert_tp_size, experts != {}) for one in modalities.values()
+            (one.tensor.tp_mode, one.tensor.tp_depth, one.tp_size, one.tensor.expert_tp_size, experts != {})
+            for one in modalities.values()
         )
         if key not in divisions:
             names = {path: layer.parameters for path, layer in experts.items()}
@@ -442,15 +448,18 @@ def plan_maker(plan: Plan, module: nn.Module) -> Callable[[Mapping[str, Modality
     return plan_of
 
 
-def said_of(modality: Modality, instead_of: Modality) -> dict[str, Any]:
-    """Return the fields that are not at their defaults, or were not, as plain values.
+def said_of(modality: Any, instead_of: Any) -> dict[str, Any]:
+    """Return the fields of a modality that are not at their defaults, or were not, as plain values, in their groups.
 
     A LightningCLI lays one file over another field by field, so what is no longer set must be said too.
     """
     said: dict[str, Any] = {}
     for each in fields(modality):
         value, before = getattr(modality, each.name), getattr(instead_of, each.name)
-        if isinstance(value, PipelineTemplate):
+        if each.name in OF_MODALITY:
+            if inner := said_of(value, before):
+                said[each.name] = inner
+        elif isinstance(value, PipelineTemplate):
             had_offsets = before is not None and before.offsets is not None
             said[each.name] = {"stages": value.stages, **({"offsets": None} if had_offsets else {})}
         elif value != each.default or before != each.default:

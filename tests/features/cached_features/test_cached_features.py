@@ -212,7 +212,7 @@ def test_a_call_whose_features_cannot_be_kept_is_refused_by_name(tmp_path: Path,
         assert found["mixes"][1] == (EPOCHS * 2 + 1) + (2 + 1), "shuffled training, evaluation; each one image alone"
         return
     for kind, message in expected.items():
-        assert "modalities.vision.cache_features" in found[kind]
+        assert "modalities.vision.memory.cache_features" in found[kind]
         assert message in found[kind]
 
 
@@ -221,7 +221,7 @@ def test_an_encoder_that_is_trained_or_random_is_refused_before_the_run(tmp_path
         run = Run(cached(PAIR, tmp_path, **fields))
         run.trainer().strategy.validate(module)  # type: ignore[attr-defined]
 
-    with pytest.raises(ConfigError, match=r"modalities.vision.cache_features: .* 16 of the 16 parameters .* trained"):
+    with pytest.raises(ConfigError, match=r"modalities.vision.memory.cache_features: .* 16 of the 16 parameters .* trained"):
         validate(Toy())
     module = Frozen()
     module.encoder.layers[1].dropout.p = 0.1
@@ -243,7 +243,7 @@ def test_an_encoder_that_is_trained_or_random_is_refused_before_the_run(tmp_path
 )
 def test_ranks_that_compute_features_together_are_refused(fields: dict[str, Any], message: str) -> None:
     vision = Modality(**{"cache_features": "features", **fields})
-    with pytest.raises(ConfigError, match=f"modalities.vision.cache_features: .*{message}"):
+    with pytest.raises(ConfigError, match=f"modalities.vision.memory.cache_features: .*{message}"):
         strategy({"vision": vision, "language": Modality()})
     with pytest.raises(ConfigError, match="this modality is no such encoder"):
         strategy({"vision": Modality(), "language": Modality(cache_features="features")})

@@ -221,4 +221,4 @@ def test_frozen_encoders_and_dropout_give_what_uncompiled_layers_give(
 def test_what_cannot_be_compiled_is_refused_by_its_field(modality: Modality, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule) as caught:
         check({"modalities": {"language": modality}})
-    assert caught.value.field == "modalities.language.compile"
+    assert caught.value.field == "modalities.language.compute.compile"

@@ -124,5 +124,5 @@ def test_a_model_without_a_named_head_and_an_encoder_are_refused_before_the_run(
     plan = Plan.of(Toy(), Ranks.build(modalities, world_size=2, loss_modality="language"), modalities)
     with pytest.raises(ConfigError, match="get_output_embeddings") as caught:
         FEATURE({}).check(Toy(), plan, torch.device("cpu"))
-    assert caught.value.field == "modalities.language.fused_linear_cross_entropy"
+    assert caught.value.field == "modalities.language.compute.fused_linear_cross_entropy"
     gc.collect()

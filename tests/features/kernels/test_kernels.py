@@ -119,7 +119,7 @@ def test_a_module_is_known_by_its_code() -> None:
     ],
 )
 def test_kernels_that_do_not_go_together_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"modalities.language.kernels: .*{message}"):
+    with pytest.raises(ConfigError, match=f"modalities.language.compute.kernels: .*{message}"):
         strategy({"language": Modality(**fields)})
 
 
@@ -142,5 +142,5 @@ def test_kernels_that_a_model_or_machine_lacks_are_refused_before_the_run(
     for encoder in encoders:
         fields[encoder]["colocate_with"] = last
     chosen = strategy({key: Modality(**value) for key, value in fields.items()})
-    with pytest.raises(ConfigError, match=rf"modalities.{last}.kernels: .*{message}"):
+    with pytest.raises(ConfigError, match=rf"modalities.{last}.compute.kernels: .*{message}"):
         fit(case.build(), [case.batch(2, seed=0)], chosen, 1)

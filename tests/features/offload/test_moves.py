@@ -165,7 +165,7 @@ def test_parameters_that_somebody_trains_stay_from_then_on() -> None:
     parameter.requires_grad_(True)
     held.arrive()
     device = parameter.data_ptr()
-    with pytest.warns(UserWarning, match=r"modalities.vision.offload"):
+    with pytest.warns(UserWarning, match=r"modalities.vision.memory.offload"):
         held.leave()
     assert parameter.data_ptr() == device
 
@@ -176,6 +176,6 @@ def test_a_host_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     assert free > 0
     monkeypatch.setattr(host_memory, "free_memory", lambda: 2**30)
     memory = HostMemory(CPU, 4)
-    memory.check_room("modalities.vision.offload", 2**28, "saved activations")
+    memory.check_room("modalities.vision.memory.offload", 2**28, "saved activations")
     with pytest.raises(ConfigError, match=r"4 ranks of this host would keep 2 GiB .* has 1 GiB free"):
-        memory.check_room("modalities.vision.offload", 2**29, "saved activations")
+        memory.check_room("modalities.vision.memory.offload", 2**29, "saved activations")

@@ -128,10 +128,10 @@ def validate(modalities: dict[str, Modality], module: Toy) -> None:
 @pytest.mark.parametrize(
     ("modality", "offload", "message"),
     [
-        ("vision", ["activation"], r"modalities.vision.offload: .* Did you mean 'activations'"),
-        ("vision", 3, r"modalities.vision.offload: got 3"),
+        ("vision", ["activation"], r"modalities.vision.memory.offload: .* Did you mean 'activations'"),
+        ("vision", 3, r"modalities.vision.memory.offload: got 3"),
         ("vision", "parameters", r"all 16 parameters of vision are trained"),
-        ("language", ["parameters"], r"modalities.language.offload: .* used all through a step"),
+        ("language", ["parameters"], r"modalities.language.memory.offload: .* used all through a step"),
     ],
 )
 def test_what_cannot_be_offloaded_is_refused(modality: str, offload: Any, message: str) -> None:
@@ -142,7 +142,7 @@ def test_what_cannot_be_offloaded_is_refused(modality: str, offload: Any, messag
 
 def test_microbatches_side_by_side_are_refused_by_name() -> None:
     modalities = {"language": Modality(tp_size=2, interleaved_microbatches=2, offload="activations")}
-    with pytest.raises(ConfigError, match=r"interleaved_microbatches: got 2\. With modalities.language.offload"):
+    with pytest.raises(ConfigError, match=r"interleaved_microbatches: got 2\. With modalities.language.memory.offload"):
         check({"modalities": modalities})
 
 

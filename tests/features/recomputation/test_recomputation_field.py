@@ -37,7 +37,7 @@ def refusal(value: Any, schedule: str = "1f1b", **sizes: Any) -> str:
     modalities = {"language": Modality(activation_checkpointing=value, **{"pp_size": 2, **sizes})}
     with pytest.raises(ConfigError) as caught:
         check({"modalities": modalities, "schedule": schedule})
-    assert caught.value.field.startswith("modalities.language.activation_checkpointing")
+    assert caught.value.field.startswith("modalities.language.memory.activation_checkpointing")
     return str(caught.value)
 
 
@@ -46,7 +46,7 @@ def test_every_form_can_be_written_in_yaml_and_on_the_command_line(form: Any, tm
     file = tmp_path / "layout.yaml"
     file.write_text(yaml.safe_dump({"modalities": {"language": {"pp_size": 2, "activation_checkpointing": form}}}))
     words = yaml.safe_dump(form, default_flow_style=True).removesuffix("...\n").strip()
-    override = ["--modalities={language: {pp_size: 2}}", f"--modalities.language.activation_checkpointing={words}"]
+    override = ["--modalities={language: {pp_size: 2}}", f"--modalities.language.memory.activation_checkpointing={words}"]
     for options in ([f"--config={file}"], override):
         found = auto_cli(said, args=options)["language"].activation_checkpointing
         assert found == form

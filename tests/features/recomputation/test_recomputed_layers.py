@@ -55,5 +55,5 @@ def test_what_the_model_does_not_have_is_refused(said: Any, advice: str) -> None
 def test_a_modality_without_layers_is_refused_by_name() -> None:
     root = nn.Module()
     root.head = nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match=r"modalities\.language\.activation_checkpointing.*no list of layers"):
+    with pytest.raises(ConfigError, match=r"modalities\.language\.memory\.activation_checkpointing.*no list of layers"):
         partition(root, {"language": Modality(activation_checkpointing="full")})

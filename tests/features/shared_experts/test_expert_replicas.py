@@ -120,7 +120,7 @@ def test_gathers_of_layers_around_experts_are_refused_where_operations_have_an_o
     """language: ranks 0-1"""
     monkeypatch.setenv("TEST_BACKEND", nccl_order.NAMES[0])
     fields = {"language": {**SHARED, "zero_stage": 3, "reshard_after_forward": True}}
-    with pytest.raises(AssertionError, match=r"modalities\.language\.reshard_after_forward"):
+    with pytest.raises(AssertionError, match=r"modalities\.language\.sharding\.reshard_after_forward"):
         call_ranks(2, train, Layout("deep", fields, 2), False)
 
 

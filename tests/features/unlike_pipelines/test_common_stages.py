@@ -77,7 +77,7 @@ def slowest(costs: list[float], ranks: int) -> float:
 def test_more_stages_than_layers_are_refused_by_the_field_that_says_them(said: list[int]) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_of(said, sum(said))
-    assert (caught.value.field, caught.value.got) == ("modalities.model.pipelines", said)
+    assert (caught.value.field, caught.value.got) == ("modalities.model.pipeline.pipelines", said)
     assert "has a pipeline of 5 stages" in caught.value.rule
     assert caught.value.fix == "Use at most 4 stages"
 
@@ -86,7 +86,7 @@ def test_more_stages_than_layers_are_refused_by_the_field_that_says_them(said: l
 def test_each_replica_has_all_layers_on_all_its_ranks_and_no_cut_is_faster(world: int) -> None:
     """As many pipelines of three ranks or more as there are, of a model of four layers."""
     if world == 5:
-        with pytest.raises(ConfigError, match=r"^modalities\.model\.pipelines: got .'min': 3.*5 stages.* smaller min"):
+        with pytest.raises(ConfigError, match=r"^modalities\.model\.pipeline\.pipelines: got .'min': 3.*5 stages.* smaller min"):
             plan_of({"min": 3}, world)
         return
     plan = plan_of({"min": 3}, world)

@@ -13,7 +13,8 @@ from jsonargparse import auto_cli
 
 from lightning_mm5d import MultimodalStrategy
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.modality import Modality, PipelineTemplate
+from lightning_mm5d.config.groups import PipelineTemplate
+from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.features.unlike_pipelines.pipelines import completed
 from lightning_mm5d.schedule.fields import check_fields
 
@@ -108,7 +109,7 @@ def test_one_modality_says_how_many_replicas_any_number_of_ranks_has() -> None:
 @pytest.mark.parametrize(
     ("fields", "options", "path"),
     [
-        ({"zero_stage": 1}, {}, "modalities.model.zero_stage"),
+        ({"zero_stage": 1}, {}, "modalities.model.sharding.zero_stage"),
         ({"cp_size": 2}, {}, "modalities.model.cp_size"),
         ({"ep_size": 2}, {}, "modalities.model.ep_size"),
         ({}, {"schedule": "interleaved"}, "schedule"),
@@ -118,7 +119,7 @@ def test_one_modality_says_how_many_replicas_any_number_of_ranks_has() -> None:
 def test_refusals_come_when_the_strategy_is_made(
     pipelines: Any, fields: dict[str, Any], options: dict[str, Any], path: str
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"^{path}: got .*modalities\.model\.pipelines"):
+    with pytest.raises(ConfigError, match=rf"^{path}: got .*modalities\.model\.pipeline\.pipelines"):
         MultimodalStrategy({"model": Modality(pipelines=pipelines, **fields)}, **options)
     assert not torch.distributed.is_initialized()
 

@@ -285,10 +285,10 @@ def test_says_where_training_would_have_fewer_chunks(simulate: Simulate) -> None
     assert code == 0
     assert err == (
         "mm5d: warning: interleaved is shown with 2 stages of language on a rank, and training would have 1: "
-        "set modalities.language.pp_chunks to 2\n"
+        "set modalities.language.pipeline.pp_chunks to 2\n"
     )
     assert simulate.run(flat(2, schedule="zbv"))[2] == ""
-    chunks = "--trainer.strategy.modalities.language.pp_chunks=2"
+    chunks = "--trainer.strategy.modalities.language.pipeline.pp_chunks=2"
     assert simulate.run(flat(2, schedule="interleaved"), chunks)[2] == ""
 
 

@@ -53,7 +53,7 @@ def test_says_switches_of_kernels_where_they_go_with_the_rest(
     at_once = read_configuration(hybrid(**said, enable_all_optimization=True, enable_jit_fused=False))
     for found in (one_by_one, at_once):
         assert found.strategy["modalities"]["model"] == {"tp_size": 2, "pp_size": 1, **fields}
-        assert made(found).modalities["model"].compile is fields.get("compile", False)
+        assert made(found).modalities["model"].compute.compile is fields.get("compile", False)
         missing = left_out(found)
         assert missing.keys() == reasons.keys()
         assert all(words in missing[name] for name, words in reasons.items())
@@ -79,14 +79,14 @@ def test_switches_of_a_whole_plugin_are_for_each_modality_that_takes_them() -> N
         }
     )
     modalities = made(found).modalities
-    assert modalities["vision"].kernels == ["sdpa", "rms_norm"]
-    assert modalities["language"].kernels == ["rms_norm"]
+    assert modalities["vision"].compute.kernels == ["sdpa", "rms_norm"]
+    assert modalities["language"].compute.kernels == ["rms_norm"]
     (entry,) = found.of("costs")
     assert entry.name == "enable_flash_attention"
     assert entry.about.startswith("language: ")
     assert "with cp_size above 1" in entry.about
     said = [dict(entry.fields) for entry in found.of("mapped") if entry.name == "enable_fused_normalization"]
-    assert [list(fields) for fields in said] == [["modalities.vision.kernels"], ["modalities.language.kernels"]]
+    assert [list(fields) for fields in said] == [["modalities.vision.compute.kernels"], ["modalities.language.compute.kernels"]]
 
 
 def test_from_config_warns_of_a_kernel_that_a_modality_refuses() -> None:
@@ -128,7 +128,7 @@ PIPELINE = {"pipeline_stage": 2, "micro_batch_num": 4}
 def test_says_copies_of_microbatches(given: dict[str, Any], count: int, number: int) -> None:
     found = read_configuration(given)
     strategy = made(found)
-    assert strategy.modalities["model"].interleaved_microbatches == count
+    assert strategy.modalities["model"].pipeline.interleaved_microbatches == count
     assert strategy.num_microbatches == number
     said = [fields["num_microbatches"] for entry in found.entries if "num_microbatches" in (fields := entry.fields)]
     assert set(said) <= {number}
@@ -159,16 +159,16 @@ def test_lists_copies_that_do_not_go_with_the_rest(given: dict[str, Any], number
 
 def test_slices_do_nothing_without_model_parallel_ranks() -> None:
     found = read_configuration(mindformers(1, 2, model_parallel=1, context_parallel=2))
-    assert made(found).modalities["model"].interleaved_microbatches == 1
+    assert made(found).modalities["model"].pipeline.interleaved_microbatches == 1
     assert "model.model_config.fine_grain_interleave" in {entry.name for entry in found.of("always")}
 
 
 def test_says_the_flash_attention_of_a_model_config() -> None:
     section = {"model": {"model_config": {"use_flash_attention": True}}}
     found = read_configuration({"parallel_config": {"model_parallel": 2}, **section})
-    assert made(found).modalities["model"].kernels == ["sdpa"]
+    assert made(found).modalities["model"].compute.kernels == ["sdpa"]
     shared = read_configuration({"parallel_config": {"context_parallel": 2}, **section})
-    assert made(shared).modalities["model"].kernels is None
+    assert made(shared).modalities["model"].compute.kernels is None
     assert list(left_out(shared)) == ["model.model_config.use_flash_attention"]
 
 
