@@ -548,5 +548,6 @@ class MultimodalStrategy(CheckpointStrategy):
 
 # a parser hands any value on, and the constructor refuses a wrong one in its own words
 _OBJECTS = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "return")
-_HINTS = MultimodalStrategy.__init__.__annotations__
-_HINTS |= {name: f"{hint} | Any" for name, hint in _HINTS.items() if name not in _OBJECTS}
+for _function in (MultimodalStrategy.__init__, fields_of_strategy):
+    _hints = _function.__annotations__
+    _hints |= {name: f"{hint} | Any" for name, hint in _hints.items() if name not in _OBJECTS}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from datetime import timedelta
 from functools import wraps
+from inspect import Parameter, Signature, signature
 from typing import Any, Literal, TypeVar
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
@@ -19,12 +20,13 @@ from lightning_mm5d.config.errors import ConfigError, did_you_mean
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, repr=False)
 class Shown:
     """A dataclass whose text has what was said, and no defaults."""
 
     def __repr__(self) -> str:
         texts = []
-        for each in fields(self):  # type: ignore[arg-type]
+        for each in fields(self):
             usual = each.default if each.default_factory is MISSING else each.default_factory()
             if (value := getattr(self, each.name)) != usual:
                 texts.append(f"{each.name}={value!r}")
@@ -338,13 +340,15 @@ def in_groups(groups: Mapping[str, type], said: Mapping[str, Any], field: str, s
     for name in flat:
         group = _OWNERS[name]
         before = found.get(group) or {}
-        if isinstance(before, Mapping):
-            if name in before:
-                rule = f"{start}{path_of(name)}={before[name]!r} says it already"
-                raise ConfigError(f"{start}{name}", said[name], rule, "Leave it out")
-            found[group] = {**before, name: said[name]}
-        elif isinstance(before, groups[group]):
-            found[group] = replace(before, **{name: said[name]})  # type: ignore[type-var]
+        if not isinstance(before, Mapping | groups[group]):
+            continue  # it is refused later
+        usual = getattr(groups[group](), name)
+        there = before.get(name, usual) if isinstance(before, Mapping) else getattr(before, name)
+        if there not in (usual, said[name]):
+            rule = f"{start}{path_of(name)}={there!r} says it already"
+            raise ConfigError(f"{start}{name}", said[name], rule, "Leave it out")
+        one: dict[str, Any] = {name: said[name]}
+        found[group] = {**before, **one} if isinstance(before, Mapping) else replace(before, **one)  # type: ignore[type-var]
     if flat:
         moved = ", ".join(f"{start}{name} is now {start}{path_of(name)}" for name in flat)
         text = f"Fields are in groups: {moved}. Names without their group are taken in this release only"
@@ -401,16 +405,24 @@ def accepts_mappings(kind: type[T]) -> type[T]:
     What is wrong in a mapping is left in it, for the checks to refuse.
     """
     constructor = kind.__init__
+    ungrouped = [(each.name, each.type) for group in OF_MODALITY.values() for each in fields(group)]
 
     @wraps(constructor)
     def construct(self: T, **said: Any) -> None:
-        given = in_groups(OF_MODALITY, said, "")
+        given = {name: value for name, value in said.items() if value is not None or name not in _OWNERS}
+        given = in_groups(OF_MODALITY, given, "")
         for group, each in OF_MODALITY.items():
             value = {} if given.get(group) is None else given[group]
             if isinstance(value, Mapping) and set(value).issubset(names_of(each)):
                 given[group] = each(**value)
         constructor(self, **given)
 
+    # parsers of command lines take names and types from here
+    shown = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=f"{annotation} | None")
+        for name, annotation in ungrouped
+    ]
+    construct.__signature__ = Signature([*signature(constructor).parameters.values(), *shown])  # type: ignore[attr-defined]
     kind.__init__ = construct  # type: ignore[assignment, method-assign]
     return kind
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.features import part_of
-from lightning_mm5d.config.groups import PipelineTemplate
+from lightning_mm5d.config.groups import PipelineTemplate, path_of
 from lightning_mm5d.config.modality import Modality, consumers_of
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.partition.costs import Kept, Unit, balance, costed, depends_on_cut, kept_of, step_costs, units
@@ -100,7 +100,7 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     pipelines: dict[str, tuple[tuple[int, ...], ...]] = {}
 
     def balanced(name: str, modality: Modality, count: int) -> list[int]:
-        said = "pp_size" if modalities[name].pipeline.pipelines is None else "pipelines"
+        said = path_of("pp_size" if modalities[name].pipeline.pipelines is None else "pipelines")
         sizes = even_lengths(_enough(name, modality, count, said), modality.num_cuts)
         if modality.num_cuts == 1:
             return sizes

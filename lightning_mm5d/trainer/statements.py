@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_mm5d.config.features import FEATURES
+from lightning_mm5d.config.groups import OF_STRATEGY, names_of
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.plan.holdings import Holdings
@@ -182,9 +183,11 @@ def optimizers(found: Iterable[Optimizer]) -> dict[str, Any]:
 
 
 def _arguments(cls: type) -> list[str]:
-    """Return the arguments of the constructors of `cls` and its bases, but those that the trainer sets."""
+    """Return the arguments of the constructors of `cls` and its bases, but those that the trainer sets; no groups."""
     found = (inspect.signature(base.__init__).parameters for base in cls.__mro__ if "__init__" in vars(base))  # type: ignore[misc]
-    return [name for name in dict.fromkeys(name for names in found for name in names) if name not in _SET_BY_TRAINER]
+    grouped = [name for group in OF_STRATEGY.values() for name in names_of(group)]
+    names = dict.fromkeys([*(name for names in found for name in names), *grouped])
+    return [name for name in names if name not in {*_SET_BY_TRAINER, *OF_STRATEGY}]
 
 
 def _settings(part: nn.Module, path: str, holdings: Holdings | None) -> str:

@@ -17,13 +17,13 @@ def test_modalities_are_numbers_of_stages_mappings_or_modalities() -> None:
         modalities={
             "vision": 1,
             "audio": Modality(tp_size=2),
-            "language": {"pipeline_template": {"stages": [2, 3]}, "tp_size": 2},
+            "language": {"pipeline": {"pipeline_template": {"stages": [2, 3]}}, "tp_size": 2},
         }
     )
     assert made.modalities == {
         "vision": Modality(pp_size=1),
         "audio": Modality(tp_size=2),
-        "language": Modality(tp_size=2, pipeline_template=PipelineTemplate(stages=[2, 3])),
+        "language": Modality(tp_size=2, pipeline={"pipeline_template": PipelineTemplate(stages=[2, 3])}),
     }
 
 
@@ -34,9 +34,18 @@ def test_modalities_are_numbers_of_stages_mappings_or_modalities() -> None:
         (True, "modalities.language: got True. A modality is a Modality, a mapping"),
         ({"tp": 2}, "modalities.language.tp: got 2. There is no such field. Did you mean 'tp_size'?"),
         ({"tp_size": "x"}, "modalities.language.tp_size: got 'x'"),
-        ({"pipeline_template": {"stags": [1]}}, "modalities.language.pipeline.pipeline_template.stags: got [1]"),
-        (Modality(pipelines=[{"stages": [1, 3]}, {"stags": [2]}]), "modalities.language.pipeline.pipelines[1].stags: got [2]"),  # type: ignore[list-item]
-        ({"pipeline_template": [1, 2]}, "modalities.language.pipeline.pipeline_template: got [1, 2]. It is a PipelineTemplate"),
+        (
+            {"pipeline": {"pipeline_template": {"stags": [1]}}},
+            "modalities.language.pipeline.pipeline_template.stags: got [1]",
+        ),
+        (
+            Modality(pipeline={"pipelines": [{"stages": [1, 3]}, {"stags": [2]}]}),
+            "modalities.language.pipeline.pipelines[1].stags: got [2]",
+        ),  # type: ignore[list-item]
+        (
+            {"pipeline": {"pipeline_template": [1, 2]}},
+            "modalities.language.pipeline.pipeline_template: got [1, 2]. It is a PipelineTemplate",
+        ),
     ],
 )
 def test_refuses_short_forms_by_the_path_of_the_field(said: Any, message: str) -> None:

@@ -230,7 +230,9 @@ YAML: dict[str, Wrong] = {
     "a size that is a dict": Wrong(_of_language("dp_size: {a: 2}"), "modalities.language.dp_size", "The nearest"),
     "an unknown field": Wrong(_of_language("pp_sise: 2"), "modalities.language.pp_sise", "'pp_size'"),
     "a field of a template": Wrong(
-        _of_language("pipeline_template: {stage: [1]}"), "modalities.language.pipeline.pipeline_template.stage", "'stages'"
+        _of_language("pipeline_template: {stage: [1]}"),
+        "modalities.language.pipeline.pipeline_template.stage",
+        "'stages'",
     ),
     "a template that is a list": Wrong(
         _of_language("pipeline_template: [1, 1]"), "modalities.language.pipeline.pipeline_template", "PipelineTemplate("

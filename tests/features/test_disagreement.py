@@ -102,7 +102,10 @@ CASES: dict[str, Case] = {
     "a field": (_field("num_microbatches", 4, 2), "rank 2 has num_microbatches 4, ranks 0 and 1 have 2"),
     "a choice": (_field("loss_weight", "tokens", "samples"), "rank 2 has loss_weight tokens, ranks 0 and 1 have"),
     "a schedule": (_field("schedule", "gpipe", "1f1b"), "rank 2 has schedule gpipe, ranks 0 and 1 have 1f1b"),
-    "a field of a modality": (_layers, "has modalities.language.pipeline.pipeline_template.stages [1, 3], ranks 0 and 1 have"),
+    "a field of a modality": (
+        _layers,
+        "has modalities.language.pipeline.pipeline_template.stages [1, 3], ranks 0 and 1 have",
+    ),
     "an option of the trainer": (_option("accumulate_grad_batches", 2, 1), "rank 2 has Trainer.accumulate_grad_batch"),
     "steps": (_option("max_steps", 3, -1), "rank 2 has Trainer.max_steps 3, ranks 0 and 1 have -1"),
     "a limit": (_option("limit_val_batches", 1, 1.0), "rank 2 has Trainer.limit_val_batches 1, ranks 0 and 1 have 1.0"),

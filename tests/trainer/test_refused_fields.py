@@ -14,12 +14,12 @@ from lightning_mm5d import ConfigError, MultimodalStrategy
 CASES = {
     r"modalities\.vision\.pp_siz: got 2\. .* Did you mean 'pp_size'": {"modalities": {"vision": {"pp_siz": 2}}},
     r"modalities\.vision\.pp_size: got 'two'": {"modalities": {"vision": {"pp_size": "two"}}},
-    r"num_microbatches: got 0": {"num_microbatches": 0},
-    r"num_microbatches: got 'two'\. It is a whole number": {"num_microbatches": "two"},
-    r"bucket_bytes: got 'big'\. It is a whole number": {"bucket_bytes": "big"},
-    r"checkpoint: got 'ful'\. .* Did you mean 'full'": {"checkpoint": "ful"},
-    r"timeout: got 'soon'\. It is a datetime\.timedelta": {"timeout": "soon"},
-    r"async_checkpoint: got 3\. It is true or false": {"async_checkpoint": 3},
+    r"batching\.num_microbatches: got 0": {"num_microbatches": 0},
+    r"batching\.num_microbatches: got 'two'\. It is a whole number": {"num_microbatches": "two"},
+    r"launch\.bucket_bytes: got 'big'\. It is a whole number": {"bucket_bytes": "big"},
+    r"checkpoint\.checkpoint_format: got 'ful'\. .* Did you mean 'full'": {"checkpoint": "ful"},
+    r"launch\.timeout: got 'soon'\. It is a datetime\.timedelta": {"timeout": "soon"},
+    r"checkpoint\.async_checkpoint: got 3\. It is true or false": {"async_checkpoint": 3},
     r"schedule: got '1f1'": {"schedule": "1f1"},
 }
 

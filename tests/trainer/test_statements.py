@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import sys
 from pathlib import Path
@@ -15,12 +14,11 @@ import transformers as hf
 
 from features.toys import PAIR, PIPE, Run, Toy
 from lightning_mm5d import Modality, MultimodalStrategy
+from lightning_mm5d.config.groups import FIELDS, OF_STRATEGY, names_of
 from lightning_mm5d.tools.cli.job import settle
 from lightning_mm5d.trainer.statements import configuration, loader, optimizers, structure
 from zoo.case import TinyModule
 from zoo.text import LLAMA
-
-SET_BY_TRAINER = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
 
 
 @pytest.fixture
@@ -30,7 +28,8 @@ def stated() -> dict[str, Any]:
 
 
 def test_every_field_of_the_strategy_is_stated(stated: dict[str, Any]) -> None:
-    fields = set(inspect.signature(MultimodalStrategy).parameters) - SET_BY_TRAINER
+    grouped = {name for group in OF_STRATEGY.values() for name in names_of(group)}
+    fields = (set(FIELDS) - OF_STRATEGY.keys()) | grouped
     named = {name.partition(".")[0] for name in stated}
     assert fields <= named, fields - named
 
@@ -106,7 +105,7 @@ def test_norms_of_which_ranks_hold_unlike_parts_state_the_full_shape() -> None:
     """language: ranks 0-3 as 2 x 2, of which some hold 18 and some 17 of the width."""
     sizes = {"hidden_size": 35, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 6}
     module = TinyModule(hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA | sizes)))
-    strategy = MultimodalStrategy({"language": Modality(tp_size=4, tp_mode="2d")})
+    strategy = MultimodalStrategy({"language": Modality(tp_size=4, tensor={"tp_mode": "2d"})})
     settle(strategy, 4, 1)
     plan = strategy.plan(module)
     expected, lengths = structure(module, plan), set()

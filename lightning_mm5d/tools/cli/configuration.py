@@ -333,9 +333,9 @@ def _check_keys(arguments: Mapping[str, Any], *, only_near: bool) -> None:
         only_near: whether other keys are fine unless they look like a field.
     """
     for key in arguments:
-        near = difflib.get_close_matches(str(key), FIELDS, n=1, cutoff=0.8 if only_near else 0.0)
+        near = difflib.get_close_matches(str(key), [*FIELDS, *_CHECKED], n=1, cutoff=0.8 if only_near else 0.0)
         if key not in (*FIELDS, *_CHECKED, "class_path", "dict_kwargs") and (near or key in _MODALITY_FIELDS):
-            fix = f"Did you mean {near[0]!r}? There are {', '.join(FIELDS)}"
+            fix = f"Did you mean {path_of(near[0])!r}? There are {', '.join(FIELDS)}"
             if key in _MODALITY_FIELDS:
                 fix = f"It is a field of a modality: write modalities.<name>.{path_of(key)}, for instance of 'language'"
             raise ConfigError(str(key), arguments[key], "The strategy has no such field", fix)

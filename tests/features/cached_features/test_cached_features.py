@@ -221,7 +221,9 @@ def test_an_encoder_that_is_trained_or_random_is_refused_before_the_run(tmp_path
         run = Run(cached(PAIR, tmp_path, **fields))
         run.trainer().strategy.validate(module)  # type: ignore[attr-defined]
 
-    with pytest.raises(ConfigError, match=r"modalities.vision.memory.cache_features: .* 16 of the 16 parameters .* trained"):
+    with pytest.raises(
+        ConfigError, match=r"modalities.vision.memory.cache_features: .* 16 of the 16 parameters .* trained"
+    ):
         validate(Toy())
     module = Frozen()
     module.encoder.layers[1].dropout.p = 0.1

@@ -10,19 +10,23 @@ from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.features.compressed_communication.fields import Communication, check, communication_of
 
 WRONG: dict[str, tuple[Any, str, str]] = {
-    "an unknown dtype": ("bf16", "language.communication_dtype", "bfloat16"),
-    "a float8 of no kind": ("float8", "language.communication_dtype", "float8_e"),
-    "no name": (16, "language.communication_dtype", "bfloat16"),
-    "an unknown kind": ({"gradient": "bfloat16"}, "language.communication_dtype", "'gradients'"),
-    "an unknown dtype of a kind": ({"payloads": "float16"}, "language.communication_dtype.payloads", "float32"),
+    "an unknown dtype": ("bf16", "language.communication.communication_dtype", "bfloat16"),
+    "a float8 of no kind": ("float8", "language.communication.communication_dtype", "float8_e"),
+    "no name": (16, "language.communication.communication_dtype", "bfloat16"),
+    "an unknown kind": ({"gradient": "bfloat16"}, "language.communication.communication_dtype", "'gradients'"),
+    "an unknown dtype of a kind": (
+        {"payloads": "float16"},
+        "language.communication.communication_dtype.payloads",
+        "float32",
+    ),
     "an option that is no bool": (
         {"gradients": "bfloat16", "stochastic_rounding": "yes"},
-        "language.communication_dtype.stochastic_rounding",
+        "language.communication.communication_dtype.stochastic_rounding",
         "True",
     ),
     "random rounding of nothing": (
         {"stochastic_rounding": True},
-        "language.communication_dtype.stochastic_rounding",
+        "language.communication.communication_dtype.stochastic_rounding",
         "gradients",
     ),
 }

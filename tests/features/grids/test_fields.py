@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.groups import path_of
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.features.grids.fields import grid_side
 from lightning_mm5d.schedule.fields import check_fields
@@ -55,7 +56,7 @@ def test_other_sizes_are_refused_with_the_nearest(fields: dict[str, Any], fix: s
     ],
 )
 def test_what_does_not_go_with_a_grid_is_refused_by_name(fields: dict[str, Any], name: str) -> None:
-    with pytest.raises(ConfigError, match=f"modalities.language.{name}"):
+    with pytest.raises(ConfigError, match=f"modalities.language.{path_of(name)}"):
         checked(tp_mode="2d", tp_size=4, **fields)
 
 

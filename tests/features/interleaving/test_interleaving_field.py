@@ -17,7 +17,10 @@ from lightning_mm5d.features.interleaving.fields import check
         ({"interleaved_microbatches": 2}, "there are none"),
         ({"interleaved_microbatches": 0, "tp_size": 2}, "at least 1"),
         ({"interleaved_microbatches": 3, "tp_size": 2}, "divides num_microbatches=4"),
-        ({"interleaved_microbatches": 2, "ep_size": 2, "dp_shard_size": 2}, r"modalities\.language\.sharding\.zero_stage=3"),
+        (
+            {"interleaved_microbatches": 2, "ep_size": 2, "dp_shard_size": 2},
+            r"language\.sharding\.zero_stage=3",
+        ),
         ({"interleaved_microbatches": 2, "tp_size": 2, "compile": True}, r"modalities\.language\.compute\.compile"),
         ({"interleaved_microbatches": 2, "tp_size": 4, "tp_mode": "2d"}, "tp_mode='2d'"),
         ({"interleaved_microbatches": 2, "tp_size": 2, "communication_dtype": "bfloat16"}, "on the wire"),

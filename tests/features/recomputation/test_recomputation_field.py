@@ -9,6 +9,7 @@ import yaml
 from jsonargparse import auto_cli
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.groups import MemoryOptions
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.features.recomputation.fields import SELECTIVE, check, recomputed_layers
 
@@ -34,7 +35,7 @@ def said(modalities: dict[str, Modality] | None = None) -> Any:
 
 
 def refusal(value: Any, schedule: str = "1f1b", **sizes: Any) -> str:
-    modalities = {"language": Modality(activation_checkpointing=value, **{"pp_size": 2, **sizes})}
+    modalities = {"language": Modality(memory=MemoryOptions(activation_checkpointing=value), **{"pp_size": 2, **sizes})}
     with pytest.raises(ConfigError) as caught:
         check({"modalities": modalities, "schedule": schedule})
     assert caught.value.field.startswith("modalities.language.memory.activation_checkpointing")
@@ -44,11 +45,16 @@ def refusal(value: Any, schedule: str = "1f1b", **sizes: Any) -> str:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_form_can_be_written_in_yaml_and_on_the_command_line(form: Any, tmp_path: Any) -> None:
     file = tmp_path / "layout.yaml"
-    file.write_text(yaml.safe_dump({"modalities": {"language": {"pp_size": 2, "activation_checkpointing": form}}}))
+    file.write_text(
+        yaml.safe_dump({"modalities": {"language": {"pp_size": 2, "memory": {"activation_checkpointing": form}}}})
+    )
     words = yaml.safe_dump(form, default_flow_style=True).removesuffix("...\n").strip()
-    override = ["--modalities={language: {pp_size: 2}}", f"--modalities.language.memory.activation_checkpointing={words}"]
+    override = [
+        "--modalities={language: {pp_size: 2}}",
+        f"--modalities.language.memory.activation_checkpointing={words}",
+    ]
     for options in ([f"--config={file}"], override):
-        found = auto_cli(said, args=options)["language"].activation_checkpointing
+        found = auto_cli(said, args=options)["language"].memory.activation_checkpointing
         assert found == form
         check({"modalities": {"language": Modality(pp_size=2, activation_checkpointing=found)}})
 

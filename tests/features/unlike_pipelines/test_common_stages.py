@@ -56,7 +56,7 @@ def module() -> L.LightningModule:
 
 
 def plan_of(pipelines: Any, world: int) -> Plan:
-    made = strategy({"model": Modality(pipelines=pipelines)}, num_microbatches=4)
+    made = strategy({"model": Modality(pipeline={"pipelines": pipelines})}, num_microbatches=4)
     settle(made, world, 1)
     return made.plan(module())
 
@@ -86,7 +86,9 @@ def test_more_stages_than_layers_are_refused_by_the_field_that_says_them(said: l
 def test_each_replica_has_all_layers_on_all_its_ranks_and_no_cut_is_faster(world: int) -> None:
     """As many pipelines of three ranks or more as there are, of a model of four layers."""
     if world == 5:
-        with pytest.raises(ConfigError, match=r"^modalities\.model\.pipeline\.pipelines: got .'min': 3.*5 stages.* smaller min"):
+        with pytest.raises(
+            ConfigError, match=r"^modalities\.model\.pipeline\.pipelines: got .'min': 3.*5 stages.* smaller min"
+        ):
             plan_of({"min": 3}, world)
         return
     plan = plan_of({"min": 3}, world)

@@ -13,7 +13,7 @@ from jsonargparse import auto_cli
 
 from lightning_mm5d import MultimodalStrategy
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.groups import PipelineTemplate
+from lightning_mm5d.config.groups import PipelineTemplate, path_of
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.features.unlike_pipelines.pipelines import completed
 from lightning_mm5d.schedule.fields import check_fields
@@ -45,40 +45,40 @@ def lengths(pipelines: Any, world: int, **fields: Any) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     ("pipelines", "fields", "path"),
     [
-        ([], {}, "pipelines"),
-        ([4, 0], {}, "pipelines[1]"),
-        ([4, True], {}, "pipelines[1]"),
-        ([4, TEMPLATE], {}, "pipelines[1]"),
-        ([3, PipelineTemplate(stages=7)], {}, "pipelines[1]"),  # type: ignore[arg-type]
-        ([PipelineTemplate(stages=5)] * 2, {}, "pipelines[0].stages"),  # type: ignore[arg-type]
-        ([PipelineTemplate(stages=5)] * 2, {"cost": [1.0]}, "pipelines[0].stages"),  # type: ignore[arg-type]
-        ([PipelineTemplate()], {}, "pipelines[0]"),
-        ([PipelineTemplate(stages=[["layers.0"], ["layers.1"]])], {}, "pipelines[0].stages"),
-        ({"max": 3}, {}, "pipelines.min"),
-        ({"min": 3, "max": 2}, {}, "pipelines.max"),
-        ({"least": 3}, {}, "pipelines"),
-        ("4+3", {}, "pipelines"),
+        ([], {}, "pipeline.pipelines"),
+        ([4, 0], {}, "pipeline.pipelines[1]"),
+        ([4, True], {}, "pipeline.pipelines[1]"),
+        ([4, TEMPLATE], {}, "pipeline.pipelines[1]"),
+        ([3, PipelineTemplate(stages=7)], {}, "pipeline.pipelines[1]"),  # type: ignore[arg-type]
+        ([PipelineTemplate(stages=5)] * 2, {}, "pipeline.pipelines[0].stages"),  # type: ignore[arg-type]
+        ([PipelineTemplate(stages=5)] * 2, {"cost": [1.0]}, "pipeline.pipelines[0].stages"),  # type: ignore[arg-type]
+        ([PipelineTemplate()], {}, "pipeline.pipelines[0]"),
+        ([PipelineTemplate(stages=[["layers.0"], ["layers.1"]])], {}, "pipeline.pipelines[0].stages"),
+        ({"max": 3}, {}, "pipeline.pipelines.min"),
+        ({"min": 3, "max": 2}, {}, "pipeline.pipelines.max"),
+        ({"least": 3}, {}, "pipeline.pipelines"),
+        ("4+3", {}, "pipeline.pipelines"),
         ([4, 3], {"dp_size": 3}, "dp_size"),
         ([4, 3], {"pp_size": 4}, "pp_size"),
-        ([4, 3], {"pipeline_template": TEMPLATE}, "pipeline_template"),
-        ([4, 3], {"pp_chunks": 2}, "pp_chunks"),
+        ([4, 3], {"pipeline_template": TEMPLATE}, "pipeline.pipeline_template"),
+        ([4, 3], {"pp_chunks": 2}, "pipeline.pp_chunks"),
         ([4, 3], {"cp_size": 2}, "cp_size"),
         ([4, 3], {"ep_size": 2}, "ep_size"),
-        ([4, 3], {"zero_stage": 1}, "zero_stage"),
-        ([4, 3], {"zero_stage": 3}, "zero_stage"),
-        ([4, 3], {"dp_shard_size": 2}, "dp_shard_size"),
-        ({"min": 3}, {"dp_shard_size": 2}, "dp_shard_size"),
+        ([4, 3], {"zero_stage": 1}, "sharding.zero_stage"),
+        ([4, 3], {"zero_stage": 3}, "sharding.zero_stage"),
+        ([4, 3], {"dp_shard_size": 2}, "sharding.dp_shard_size"),
+        ({"min": 3}, {"dp_shard_size": 2}, "sharding.dp_shard_size"),
         ({"min": 3}, {"cp_size": 2, "cp_mode": "ring"}, "cp_size"),
-        ([4, 3], {"interleaved_microbatches": 2, "tp_size": 2}, "interleaved_microbatches"),
-        ([4, 3], {"tp_size": 4, "tp_mode": "2d"}, "tp_mode"),
-        ([4, 3], {"cache_features": "features"}, "cache_features"),
-        ([4, 3], {"offload": "activations"}, "offload"),
+        ([4, 3], {"interleaved_microbatches": 2, "tp_size": 2}, "pipeline.interleaved_microbatches"),
+        ([4, 3], {"tp_size": 4, "tp_mode": "2d"}, "tensor.tp_mode"),
+        ([4, 3], {"cache_features": "features"}, "memory.cache_features"),
+        ([4, 3], {"offload": "activations"}, "memory.offload"),
         ([4, 3], {"cost": 1.0}, "cost"),
-        ([4, 3], {"activation_checkpointing": {"per_stage": ["full", "none"]}}, "activation_checkpointing"),
-        ([4, 3], {"speeds": [1.0]}, "speeds"),
-        ([4, 3], {"speeds": [1.0, 0.0]}, "speeds[1]"),
-        ({"min": 3}, {"speeds": [1.0, 2.0]}, "speeds"),
-        (None, {"speeds": [1.0, 2.0]}, "speeds"),
+        ([4, 3], {"activation_checkpointing": {"per_stage": ["full", "none"]}}, "memory.activation_checkpointing"),
+        ([4, 3], {"speeds": [1.0]}, "pipeline.speeds"),
+        ([4, 3], {"speeds": [1.0, 0.0]}, "pipeline.speeds[1]"),
+        ({"min": 3}, {"speeds": [1.0, 2.0]}, "pipeline.speeds"),
+        (None, {"speeds": [1.0, 2.0]}, "pipeline.speeds"),
     ],
 )
 def test_what_does_not_go_with_unlike_pipelines_is_refused(pipelines: Any, fields: Any, path: str) -> None:
@@ -90,12 +90,12 @@ def test_what_counts_on_equal_pipelines_of_another_modality_is_refused() -> None
     language = Modality(pipelines=[4, 3])
     for field, value in (("colocate_with", "language"), ("colocate_with", "language.1"), ("feeds", [0])):
         message = refusal({"vision": Modality(**{field: value}), "language": language})
-        assert message.startswith(f"modalities.vision.{field}: ")
+        assert message.startswith(f"modalities.vision.{path_of(field)}: ")
     message = refusal({"language": language, "talker": Modality(feeds_from="language")})
     assert message.startswith("modalities.talker.feeds_from: ")
     for field, value in (("zero_stage", 1), ("dp_shard_size", 2), ("ep_size", 2), ("cache_features", "features")):
         message = refusal({"vision": Modality(**{field: value}), "language": language})
-        assert message.startswith(f"modalities.vision.{field}: ")
+        assert message.startswith(f"modalities.vision.{path_of(field)}: ")
 
 
 def test_one_modality_says_how_many_replicas_any_number_of_ranks_has() -> None:
@@ -129,8 +129,8 @@ def test_what_counts_on_equal_numbers_of_microbatches_is_refused() -> None:
     assert refusal(unlike, schedule="zbv").startswith("schedule: got 'zbv'")
     assert refusal(unlike, schedule=lambda graph: {}).startswith("schedule: ")
     assert refusal(speeds, schedule=lambda graph: {}).startswith("schedule: ")
-    assert refusal(speeds, microbatching="loader").startswith("microbatching: ")
-    assert refusal(speeds, num_microbatches=None, microbatch_size=2).startswith("microbatch_size: ")
+    assert refusal(speeds, microbatching="loader").startswith("batching.microbatching: ")
+    assert refusal(speeds, num_microbatches=None, microbatch_size=2).startswith("batching.microbatch_size: ")
     assert refusal(unlike, placement=["pp", "dp"]).startswith("placement: ")
     assert refusal(speeds, timeline="timeline.json").startswith("timeline: ")
     check_fields({"modalities": speeds, "schedule": "interleaved"})
@@ -139,7 +139,7 @@ def test_what_counts_on_equal_numbers_of_microbatches_is_refused() -> None:
 @pytest.mark.parametrize("text", ["[4, 3]", "{min: 3}", "[{stages: [1, 3]}, {offsets: [0, 0, 0]}]"])
 def test_pipelines_are_read_from_yaml(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(f"modalities: {{language: {{pipelines: {text}}}}}")
+    path.write_text(f"modalities: {{language: {{pipeline: {{pipelines: {text}}}}}}}")
     found = auto_cli(said, args=[f"--config={path}"])
     check_fields({"modalities": found})
     assert completed(found, 7)["language"].lengths in [(4, 3), (2, 3)]

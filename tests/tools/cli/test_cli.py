@@ -321,7 +321,7 @@ def test_refuses_an_unknown_key_of_the_file(inspect: Inspect) -> None:
     made = two_nodes()
     made["trainer"]["strategy"]["init_args"]["num_microbatch"] = 4
     assert "num_microbatch" in inspect.refusal(made)
-    assert "Did you mean 'num_microbatches'?" in inspect.refusal(made)
+    assert "Did you mean 'batching.num_microbatches'?" in inspect.refusal(made)
     assert "traner" in inspect.refusal(two_nodes() | {"traner": {"devices": 1}})
 
 

@@ -67,7 +67,7 @@ def test_what_it_writes_lies_over_the_configuration(plan: Plan, tmp_path: Path) 
     sizes = said["trainer"]["strategy"]["init_args"]
     job = load(prepare([CONFIG, written], SCRIPT, []))
     assert job.strategy.layout.size == 2
-    assert job.strategy.num_microbatches == sizes["num_microbatches"]
+    assert job.strategy.num_microbatches == sizes["batching"]["num_microbatches"]
     assert job.data is not None
     assert job.data.batch_size * job.strategy.layout.num_replicas == 16  # type: ignore[attr-defined]
 

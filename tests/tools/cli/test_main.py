@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from lightning_mm5d import MultimodalStrategy
+from lightning_mm5d.config.groups import path_of
 from lightning_mm5d.config.tables import Table
 from lightning_mm5d.tools.cli import doctor, terminal
 from lightning_mm5d.tools.cli.configuration import FIELDS
@@ -78,7 +79,8 @@ def test_a_field_of_a_modality_that_stands_beside_modalities_is_told_its_place(
     (tmp_path / "config.yaml").write_text(text)
     assert main(["inspect", str(tmp_path / "config.yaml")]) == 2
     said = (
-        f"{field}: got 2. The strategy has no such field. It is a field of a modality: write modalities.<name>.{field}"
+        f"{field}: got 2. The strategy has no such field. It is a field of a modality: write modalities.<name>."
+        f"{path_of(field)}"
     )
     assert said in capsys.readouterr().err
 

@@ -92,21 +92,21 @@ def test_says_a_hybrid_plugin_of_a_script_that_is_not_run(tmp_path: Path) -> Non
             "model": {
                 "tp_size": 2,
                 "pp_size": 2,
-                "zero_stage": 1,
-                "pp_chunks": 2,
-                "pipeline_template": {"stages": [2, 3, 3, 2]},
-                # the plugin counts by rank: stages 0 and 3 are on rank 0
-                "activation_checkpointing": {
-                    "per_stage": [{"layers": [0, 1]}, {"layers": [0]}, {"layers": [0, 1, 2]}, "none"]
+                "sharding": {"zero_stage": 1},
+                "pipeline": {"pp_chunks": 2, "pipeline_template": {"stages": [2, 3, 3, 2]}},
+                "memory": {
+                    "activation_checkpointing": {
+                        "per_stage": [{"layers": [0, 1]}, {"layers": [0]}, {"layers": [0, 1, 2]}, "none"]
+                    },
+                    "offload": "optimizer",
                 },
-                "offload": "optimizer",
-                "communication_dtype": {"gradients": "bfloat16"},
+                "communication": {"communication_dtype": {"gradients": "bfloat16"}},
             }
         },
-        "main_params": "float32",
-        "num_microbatches": 4,
+        "numerics": {"main_params": "float32"},
+        "batching": {"num_microbatches": 4},
         "schedule": "zbv",
-        "bucket_bytes": 3 * 2**21,
+        "launch": {"bucket_bytes": 3 * 2**21},
     }
     assert made.trainer == {"precision": "bf16-true", "gradient_clip_val": 1.0}
 
@@ -115,8 +115,8 @@ def test_says_an_older_file_and_lists_names_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "config.py").write_text(LEGACY)
     made = read_configuration(tmp_path / "config.py")
     assert made.strategy == {
-        "modalities": {"model": {"pp_size": 2, "tp_size": 2, "pp_chunks": 2}},
-        "num_microbatches": 4,
+        "modalities": {"model": {"pp_size": 2, "tp_size": 2, "pipeline": {"pp_chunks": 2}}},
+        "batching": {"num_microbatches": 4},
         "schedule": "interleaved",
     }
     assert made.trainer == {"precision": "16-mixed", "gradient_clip_val": 1.0}
@@ -126,9 +126,9 @@ def test_says_an_older_file_and_lists_names_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ({"size": 4, "mode": "2d"}, {"tp_size": 4, "tp_mode": "2d"}),
-        ({"size": 8, "mode": "2.5d", "depth": 2}, {"tp_size": 8, "tp_mode": "2.5d", "tp_depth": 2}),
-        ({"size": 8, "mode": "3d"}, {"tp_size": 8, "tp_mode": "3d"}),
+        ({"size": 4, "mode": "2d"}, {"tp_size": 4, "tensor": {"tp_mode": "2d"}}),
+        ({"size": 8, "mode": "2.5d", "depth": 2}, {"tp_size": 8, "tensor": {"tp_mode": "2.5d", "tp_depth": 2}}),
+        ({"size": 8, "mode": "3d"}, {"tp_size": 8, "tensor": {"tp_mode": "3d"}}),
         ({"size": 2, "mode": "1d", "depth": 1}, {"tp_size": 2}),
     ],
 )
@@ -140,12 +140,12 @@ def test_says_each_mode_of_tensor_parallelism(said: Any, expected: Any) -> None:
 
 def test_says_unlike_pipelines_with_their_shares() -> None:
     made = read_configuration(yaml.safe_load(SMALL["unlike.yaml"]))
-    assert made.strategy["num_microbatches"] == 2
-    model = {"tp_size": 2, "pipelines": [{"stages": [1, 1]}, {"stages": [2]}], "speeds": [3, 1]}
+    assert made.strategy["batching"] == {"num_microbatches": 2}
+    model = {"tp_size": 2, "pipeline": {"pipelines": [{"stages": [1, 1]}, {"stages": [2]}], "speeds": [3, 1]}}
     assert made.strategy["modalities"] == {"model": model}
     templates = [PipelineTemplate(stages=[1, 1]), PipelineTemplate(stages=[2])]
     found = MultimodalStrategy(**made.strategy).modalities["model"]
-    assert found == Modality(tp_size=2, pipelines=templates, speeds=[3, 1])
+    assert found == Modality(tp_size=2, pipeline={"pipelines": templates, "speeds": [3, 1]})
 
 
 def test_says_a_plugin_per_modality() -> None:
@@ -157,13 +157,12 @@ def test_says_a_plugin_per_modality() -> None:
             "language": {
                 "tp_size": 1,
                 "cp_size": 2,
-                "cp_mode": "allgather",
-                "cp_distribution": "zigzag",
-                "pipeline_template": {"stages": [2, 1]},
+                "context": {"cp_mode": "allgather", "cp_distribution": "zigzag"},
+                "pipeline": {"pipeline_template": {"stages": [2, 1]}},
             },
         },
-        "main_params": "float32",
-        "num_microbatches": 4,
+        "numerics": {"main_params": "float32"},
+        "batching": {"num_microbatches": 4},
     }
 
 
@@ -172,13 +171,13 @@ def test_says_multiples_of_a_vocabulary_where_ranks_share_it() -> None:
     name = "make_vocab_size_divisible_by"
     plugin = {"pp_size": 1, "precision": "fp32", name: 64}
     found = MultimodalStrategy.from_config({"HybridParallelPlugin": {"tp_size": 2, **plugin}}).modalities["model"]
-    assert found == Modality(tp_size=2, pp_size=1, make_vocab_size_divisible_by=64)
+    assert found == Modality(tp_size=2, pp_size=1, tensor={"make_vocab_size_divisible_by": 64})
     alone = read_configuration({"HybridParallelPlugin": {"tp_size": 1, **plugin}})
     assert alone.strategy["modalities"]["model"] == {"tp_size": 1, "pp_size": 1}
     assert [entry.name for entry in alone.of("costs")] == [name]
     vision = {"encoder_plugins": {"vision": {"tp_size": 2}}, "num_microbatches": 1, name: 128}
     both = read_configuration({**vision, "language_model_plugin": {"tp_size": 4}})
-    assert both.strategy["modalities"] == {"vision": {"tp_size": 2}, "language": {"tp_size": 4, name: 128}}
+    assert both.strategy["modalities"] == {"vision": {"tp_size": 2}, "language": {"tp_size": 4, "tensor": {name: 128}}}
     assert [entry.name for entry in read_configuration(vision).of("always")] == [name]
     with pytest.raises(ConfigError, match=f"{name}: got 0"):
         read_configuration({"HybridParallelPlugin": {"tp_size": 2, **plugin, name: 0}})
@@ -193,19 +192,18 @@ def test_says_the_sections_of_mindformers() -> None:
                 "tp_size": 2,
                 "cp_size": 4,
                 "pp_size": 2,
-                "pp_chunks": 2,
-                "pipeline_template": {"stages": [2, 3, 3, 2]},
-                "activation_checkpointing": {
-                    "per_stage": [{"layers": [0, 1]}, "selective", {"layers": [0]}, {"layers": [0]}]
+                "pipeline": {"pp_chunks": 2, "pipeline_template": {"stages": [2, 3, 3, 2]}},
+                "memory": {
+                    "activation_checkpointing": {
+                        "per_stage": [{"layers": [0, 1]}, "selective", {"layers": [0]}, {"layers": [0]}]
+                    }
                 },
-                "cp_mode": "hybrid",
-                "ulysses_size": 2,
-                "sequence_parallel": True,
-                "zero_stage": 2,
-                "dp_shard_size": 2,
+                "context": {"cp_mode": "hybrid", "ulysses_size": 2},
+                "tensor": {"sequence_parallel": True},
+                "sharding": {"zero_stage": 2, "dp_shard_size": 2},
             }
         },
-        "num_microbatches": 4,
+        "batching": {"num_microbatches": 4},
         "schedule": "interleaved",
     }
 
@@ -213,12 +211,12 @@ def test_says_the_sections_of_mindformers() -> None:
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ({"sequence_parallelism_mode": "split_gather"}, {"sequence_parallel": True}),
-        ({"sequence_parallelism_mode": "ring"}, {"sequence_parallel": "ring"}),
-        ({"sp_size": 4}, {"cp_size": 4, "cp_mode": "ulysses"}),
+        ({"sequence_parallelism_mode": "split_gather"}, {"tensor": {"sequence_parallel": True}}),
+        ({"sequence_parallelism_mode": "ring"}, {"tensor": {"sequence_parallel": "ring"}}),
+        ({"sp_size": 4}, {"cp_size": 4, "context": {"cp_mode": "ulysses"}}),
         (
             {"sequence_parallelism_mode": "ring_attn", "sp_size": 4, "inner_ring_size": 2},
-            {"cp_size": 4, "cp_mode": "ring", "cp_distribution": "zigzag", "inner_ring_size": 2},
+            {"cp_size": 4, "context": {"cp_mode": "ring", "cp_distribution": "zigzag", "inner_ring_size": 2}},
         ),
     ],
 )

@@ -32,16 +32,16 @@ def made(found: Conversion) -> MultimodalStrategy:
 @pytest.mark.parametrize(
     ("said", "fields", "reasons"),
     [
-        ({}, {"kernels": ["sdpa", "rms_norm"], "compile": True}, {}),
+        ({}, {"compute": {"kernels": ["sdpa", "rms_norm"], "compile": True}}, {}),
         # both share sequences over the ranks of cp_size
         (
             {**SEQUENCES, "sp_size": 2},
-            {"cp_size": 2, "cp_mode": "ulysses", "kernels": ["rms_norm"], "compile": True},
+            {"cp_size": 2, "context": {"cp_mode": "ulysses"}, "compute": {"kernels": ["rms_norm"], "compile": True}},
             {"enable_flash_attention": "kernels of its own, with cp_size above 1"},
         ),
         (
             {**SEQUENCES, "sequence_parallelism_mode": "split_gather"},
-            {"sequence_parallel": True, "kernels": ["sdpa", "rms_norm"]},
+            {"tensor": {"sequence_parallel": True}, "compute": {"kernels": ["sdpa", "rms_norm"]}},
             {"enable_jit_fused": "With sequence_parallel"},
         ),
     ],
@@ -53,7 +53,7 @@ def test_says_switches_of_kernels_where_they_go_with_the_rest(
     at_once = read_configuration(hybrid(**said, enable_all_optimization=True, enable_jit_fused=False))
     for found in (one_by_one, at_once):
         assert found.strategy["modalities"]["model"] == {"tp_size": 2, "pp_size": 1, **fields}
-        assert made(found).modalities["model"].compute.compile is fields.get("compile", False)
+        assert made(found).modalities["model"].compute.compile is fields["compute"].get("compile", False)
         missing = left_out(found)
         assert missing.keys() == reasons.keys()
         assert all(words in missing[name] for name, words in reasons.items())
@@ -86,7 +86,10 @@ def test_switches_of_a_whole_plugin_are_for_each_modality_that_takes_them() -> N
     assert entry.about.startswith("language: ")
     assert "with cp_size above 1" in entry.about
     said = [dict(entry.fields) for entry in found.of("mapped") if entry.name == "enable_fused_normalization"]
-    assert [list(fields) for fields in said] == [["modalities.vision.compute.kernels"], ["modalities.language.compute.kernels"]]
+    assert [list(fields) for fields in said] == [
+        ["modalities.vision.compute.kernels"],
+        ["modalities.language.compute.kernels"],
+    ]
 
 
 def test_from_config_warns_of_a_kernel_that_a_modality_refuses() -> None:
@@ -193,4 +196,4 @@ def test_says_the_size_of_a_microbatch_where_their_number_is_not_said(given: dic
     found = read_configuration(given)
     assert made(found).microbatch_size == 3
     (entry,) = (entry for entry in found.entries if entry.name == "microbatch_size")
-    assert entry.fields == {"microbatch_size": 3}
+    assert entry.fields == {"batching.microbatch_size": 3}

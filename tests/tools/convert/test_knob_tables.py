@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_mm5d import Modality, MultimodalStrategy
+from lightning_mm5d.config.groups import OF_MODALITY, OF_STRATEGY, names_of
 from lightning_mm5d.tools.convert import colossalai, cornstarch, mindformers
 from lightning_mm5d.tools.convert.knobs import Knob
 
@@ -89,8 +90,11 @@ def test_every_field_that_a_table_names_exists(name: str) -> None:
         "strategy": set(inspect.signature(MultimodalStrategy).parameters),
         "trainer": set(inspect.signature(pl.Trainer).parameters),
     }
+    for owner, groups in (("modality", OF_MODALITY), ("strategy", OF_STRATEGY)):
+        known[owner] |= {f"{group}.{inner}" for group, kind in groups.items() for inner in names_of(kind)}
+        known[owner] -= groups.keys()
     named = {ours for knob in TABLES[name] for ours in knob.ours}
-    parts = {tuple(ours.split(".")[:2]) for ours in named}
+    parts = {tuple(ours.split(".", 1)) for ours in named}
     assert [part for part in parts if part[1] not in known[part[0]]] == []
     assert len({knob.name for knob in TABLES[name]}) == len(TABLES[name])
 

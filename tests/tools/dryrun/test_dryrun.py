@@ -235,7 +235,10 @@ def test_the_command_refuses_a_model_without_data(tmp_path: Path, capsys: pytest
         (["--world", "8", "--rank", "8"], "--rank: got 8. There are 8 ranks"),
         (["--world", "12"], "--world: got 12"),
         (["--world", "6"], "Nearest that fit: 4 or 8 ranks"),
-        (["--trainer.strategy.init_args.modalities.language.compute.compile=true"], "modalities.language.compute.compile: got True"),
+        (
+            ["--trainer.strategy.init_args.modalities.language.compute.compile=true"],
+            "modalities.language.compute.compile: got True",
+        ),
     ],
 )
 def test_the_command_refuses_by_name_what_it_does_not_cover(
