@@ -346,7 +346,7 @@ def in_groups(groups: Mapping[str, type], said: Mapping[str, Any], field: str, s
         there = before.get(name, usual) if isinstance(before, Mapping) else getattr(before, name)
         if there not in (usual, said[name]):
             rule = f"{start}{path_of(name)}={there!r} says it already"
-            raise ConfigError(f"{start}{name}", said[name], rule, "Leave it out")
+            raise ConfigError(f"{start}{name}", said[name], rule, f"Say {start}{path_of(name)} alone")
         one: dict[str, Any] = {name: said[name]}
         found[group] = {**before, **one} if isinstance(before, Mapping) else replace(before, **one)  # type: ignore[type-var]
     if flat:

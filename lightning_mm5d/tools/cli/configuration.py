@@ -411,9 +411,8 @@ def _suggestion(message: str) -> str:
         return ""
     path, _, key = (found["key"] or found["option"]).rpartition(".")
     owner = found["owner"] or {"trainer": "lightning.pytorch.Trainer"}.get(path)
-    known = (
-        _parameters(owner) if owner else ["trainer", "model", "data", "seed_everything", *FIELDS] if not path else []
-    )
+    top = ["trainer", "model", "data", "seed_everything", *FIELDS, *map(path_of, _CHECKED)]
+    known = _parameters(owner) if owner else [] if path else list(dict.fromkeys(top))
     if not known:
         return ""
     advice = did_you_mean(key, known)

@@ -32,7 +32,7 @@ from lightning.pytorch.plugins import HalfPrecision
 from lightning.pytorch.strategies import Strategy
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.groups import with_fields
+from lightning_mm5d.config.groups import fields_of_strategy, with_fields
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.strategy import MultimodalStrategy
@@ -43,7 +43,9 @@ from lightning_mm5d.trainer.other_package import check_package
 
 # what Lightning's precision plugins make of a module's parameters; all other settings leave them alone
 _DTYPES = {"64-true": torch.float64, "64": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
-_ARGUMENTS = frozenset(inspect.signature(MultimodalStrategy).parameters)
+_ARGUMENTS = frozenset(
+    f for made in (MultimodalStrategy, fields_of_strategy) for f in inspect.signature(made).parameters
+)
 STRATEGY = "lightning_mm5d.MultimodalStrategy"
 """the path of the strategy's class"""
 
