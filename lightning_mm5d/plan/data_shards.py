@@ -82,7 +82,9 @@ class DataShards:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._numbers = {name: number for number, name in enumerate(plan.shapes)}
+        self._kinds: dict[str, Any] = {}
         self._copies: dict[Any, _Copies | None] = {}
+        self._cuts: dict[Any, tuple[int, tuple[Range, ...]] | None] = {}
         self._blocks: dict[tuple[StageKey, int], tuple[tuple[int, ...], ...]] = {}
         self._experts = dict(parameters_of(plan.experts))
         self.exist = bool(plan.experts) or any(modality.shared_stage for modality in plan.modalities.values())
@@ -96,7 +98,7 @@ class DataShards:
             place, ranges = copies.block.index(rank), experts.rows(name, self.local_shape(name, rank)[0])
             return DataShard(3, 0, ranges, copies.block, copies.across, place, of_experts=True)
         rests = copies and (copies.stage == 3 or self._plan.main_params is not None)
-        cut = copies and _cut(self.local_shape(name, rank), copies, self._numbers[name], rests_own=bool(rests))
+        cut = copies and self._cut_of(name, self.local_shape(name, rank), len(copies.block), rests_own=bool(rests))
         if not copies or not cut:
             return None
         return DataShard(copies.stage, cut[0], cut[1], copies.block, copies.across, copies.block.index(rank))
@@ -166,7 +168,9 @@ class DataShards:
                         yield copies
 
     def _copies_of(self, name: str, rank: int) -> _Copies | None:
-        key = (self._kind(name), rank)
+        if name not in self._kinds:
+            self._kinds[name] = self._kind(name)
+        key = (self._kinds[name], rank)
         if key not in self._copies:
             self._copies[key] = self._find_copies(name, rank)
         return self._copies[key]
@@ -187,6 +191,14 @@ class DataShards:
             return None
         place = block.index(rank)
         return _Copies(stages.pop(), block, tuple(sorted({one[place] for one in blocks})))
+
+    def _cut_of(
+        self, name: str, shape: tuple[int, ...], size: int, *, rests_own: bool
+    ) -> tuple[int, tuple[Range, ...]] | None:
+        key = shape, size, self._numbers[name] % size, rests_own
+        if key not in self._cuts:
+            self._cuts[key] = _cut(shape, size, self._numbers[name], rests_own=rests_own)
+        return self._cuts[key]
 
     def _kind(self, name: str) -> Any:
         division = self._plan.division
@@ -212,17 +224,14 @@ class DataShards:
         return self._blocks[key, size]
 
 
-def _cut(
-    shape: Sequence[int], copies: _Copies, number: int, *, rests_own: bool
-) -> tuple[int, tuple[Range, ...]] | None:
-    """Return the dim along which a block shares a tensor, and the rows of each rank; None where no dim is long enough.
+def _cut(shape: Sequence[int], size: int, number: int, *, rests_own: bool) -> tuple[int, tuple[Range, ...]] | None:
+    """Return the dim along which `size` ranks share a tensor, and the rows of each rank; None where no dim is long enough.
 
     Rows are contiguous in memory along the first dim, so it is taken where its shares are about even. Which ranks get a
     row more depends on the parameter's `number`, so that no rank gets all of them. Where rows are all that a rank has
     between batches, it owns two at least: a single one would broadcast where a callback adds it to a copy of the whole,
     without an error.
     """
-    size = len(copies.block)
     least = 2 * size if rests_own else size
     fits = [dim for dim, length in enumerate(shape) if length >= least]
     if not fits:

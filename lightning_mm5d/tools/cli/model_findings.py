@@ -112,11 +112,11 @@ def findings(module: pl.LightningModule, *, tp_size: int = 2, pp_size: int = 2) 
     plain: dict[str, Modality] = {name: Modality() for name in names}
     found = find(module, plain)
     whole = _planned(module, plain)
-    parts = []
+    parts, named = [], [*module.named_parameters(remove_duplicate=False)]
     for name in names:
         layers, encoder = found.layers[name], found.encoders.get(name)
         one = module.get_submodule(layers) if layers else None
-        held = parameters_of(module, whole, [cut.name for cut in whole.partition.stages[name]]).values()
+        held = parameters_of(named, whole, [cut.name for cut in whole.partition.stages[name]]).values()
         parts.append(
             Part(
                 name,

@@ -54,11 +54,12 @@ def holdings(plan: Plan, module: nn.Module) -> list[Holding]:
     """Return what each place holds, by rank and then by modality; a rank with several modalities has several places."""
     found, shards = [], DataShards(plan)
     known: dict[Any, tuple[tuple[str, ...], int, int]] = {}
+    named = [*module.named_parameters(remove_duplicate=False)]
     for place in sorted(plan.layout.places, key=lambda place: place.rank):  # stable: modalities keep their order
         cuts = plan.topology.cuts_at(place.modality, place.pp, place.dp)
         key = tuple(cut.name for cut in cuts), place.tp, place.rank if plan.experts else None
         if key not in known:  # of replicas that hold the same, one is counted
-            held = parameters_of(module, plan, key[0])
+            held = parameters_of(named, plan, key[0])
             layers = tuple(layer for cut in cuts for layer in _layers(plan, cut))
             counts = {name: _elements(plan, shards, name, p, place) for name, p in held.items()}
             size = sum(counts[name] * plan.held_dtype(p).itemsize for name, p in held.items())
@@ -158,9 +159,9 @@ def _experts(plan: Plan) -> Iterable[tuple[str, str]]:
 
 
 def _stages(plan: Plan, module: nn.Module) -> Table:
-    rows = []
+    rows, named = [], [*module.named_parameters(remove_duplicate=False)]
     for stage, members in plan.topology.members.items():
-        held = parameters_of(module, plan, members)
+        held = parameters_of(named, plan, members)
         targets = [_title(plan, target) for source, target in plan.topology.edges if source == stage]
         total, trained = (sum(p.numel() for p in held.values() if p.requires_grad >= flag) for flag in (False, True))
         rows.append(
@@ -179,11 +180,18 @@ def _places(plan: Plan, module: nn.Module) -> Table:
     return Table.of((*Place._fields, "layers", "parameters", "bytes"), rows)
 
 
-def parameters_of(module: nn.Module, plan: Plan, stages: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Return the distinct parameters that stages of the partition use, each under one of its names."""
+def parameters_of(
+    named: Iterable[tuple[str, nn.Parameter]], plan: Plan, stages: Iterable[str]
+) -> dict[str, nn.Parameter]:
+    """Return the distinct parameters that stages of the partition use, each under one of its names.
+
+    Args:
+        named: of the module, under all names.
+        plan: of all ranks.
+        stages: names of stages of the partition.
+    """
     wanted = set(stages)
-    every = module.named_parameters(remove_duplicate=False)
-    used = {name: p for name, p in every if wanted.intersection(plan.partition.owners[name])}
+    used = {name: p for name, p in named if wanted.intersection(plan.partition.owners[name])}
     return {name: p for name, p in {id(p): (name, p) for name, p in used.items()}.values()}
 
 
