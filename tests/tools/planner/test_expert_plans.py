@@ -99,7 +99,7 @@ def test_the_page_says_which_ranks_share_which_experts() -> None:
         (2, {"ep_size": True}, ("ep_size", "True")),
         (2, {"ep_size": 0}, ("ep_size", "got 0")),
         (2, {"ep_size": 1.5}, ("ep_size", "1.5")),
-        (2, {"expert_tp_size": None}, ("expert_tp_size", "None")),
+        (2, {"tensor": {"expert_tp_size": None}}, ("expert_tp_size", "None")),
         (4, {"ep_size": 3}, ("ep_size", "must divide dp_size * cp_size = 4 * 1", "3 or 6 ranks")),
         (4, {"ep_size": 4, "tp_size": 2}, ("ep_size", "must divide dp_size * cp_size = 2 * 1", "8 ranks")),
         (4, {"ep_size": 3, "dp_size": 4}, ("ep_size", "must divide dp_size * cp_size = 4 * 1", "Use 2 or 4")),
