@@ -122,7 +122,7 @@ def test_the_configuration_fits_its_own_sizes(example: dict[str, ModuleType]) ->
     stages = [modality.get("pp_size", 1) for modality in strategy["init_args"]["modalities"].values()]
     assert sum(stages) == config["trainer"]["devices"] == 4
     batch_size, held_out = config["data"]["batch_size"], example["data"].HELD_OUT_SCANS
-    assert batch_size % strategy["init_args"]["num_microbatches"] == 0
+    assert batch_size % strategy["init_args"]["batching"]["num_microbatches"] == 0
     assert config["data"]["train_samples"] % batch_size == held_out % batch_size == 0
     assert config["trainer"]["use_distributed_sampler"] is False  # it would shuffle, and the losses would differ
     overlay = yaml.safe_load((EXAMPLE / "one_process.yaml").read_text())["trainer"]

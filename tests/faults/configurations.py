@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from lightning_mm5d import Modality, PipelineTemplate
 from lightning_mm5d.config import ConfigError
+from lightning_mm5d.config.groups import path_of
 
 INF, NAN = float("inf"), float("nan")
 SINK = tempfile.gettempdir()
@@ -41,7 +42,7 @@ class Wrong(NamedTuple):
 def _vision(field: str, value: Any, fix: str, path: str = "") -> Wrong:
     modalities = {"vision": Modality(module="encoder"), "language": Modality(pp_size=3)}
     modalities["vision"] = Modality(**{"module": "encoder", field: value})
-    return Wrong({"modalities": modalities}, f"modalities.vision.{field}{path}", fix)
+    return Wrong({"modalities": modalities}, f"modalities.vision.{path_of(field)}{path}", fix)
 
 
 def _stages(value: Any, path: str, fix: str) -> Wrong:
@@ -53,7 +54,7 @@ def _offsets(value: Any, path: str, fix: str) -> Wrong:
 
 
 def _option(field: str, value: Any, fix: str, path: str = "") -> Wrong:
-    return Wrong({field: value}, f"{field}{path}", fix)
+    return Wrong({field: value}, f"{path_of(field)}{path}", fix)
 
 
 def _fit(modalities: dict[str, Modality], world: int, field: str, fix: str, **fields: Any) -> Wrong:
@@ -230,14 +231,18 @@ YAML: dict[str, Wrong] = {
     "a size that is a dict": Wrong(_of_language("dp_size: {a: 2}"), "modalities.language.dp_size", "The nearest"),
     "an unknown field": Wrong(_of_language("pp_sise: 2"), "modalities.language.pp_sise", "'pp_size'"),
     "a field of a template": Wrong(
-        _of_language("pipeline_template: {stage: [1]}"),
+        _of_language("pipeline: {pipeline_template: {stage: [1]}}"),
         "modalities.language.pipeline.pipeline_template.stage",
         "'stages'",
     ),
     "a template that is a list": Wrong(
-        _of_language("pipeline_template: [1, 1]"), "modalities.language.pipeline.pipeline_template", "PipelineTemplate("
+        _of_language("pipeline: {pipeline_template: [1, 1]}"),
+        "modalities.language.pipeline.pipeline_template",
+        "PipelineTemplate(",
     ),
-    "an unknown cp_mode": Wrong(_of_language("cp_mode: rings"), "modalities.language.context.cp_mode", "'ring'"),
+    "an unknown cp_mode": Wrong(
+        _of_language("context: {cp_mode: rings}"), "modalities.language.context.cp_mode", "'ring'"
+    ),
     "feeds by an unknown word": Wrong(
         "modalities: {vision: {feeds: al}, language: {}}", "modalities.vision.feeds", "'all'"
     ),
@@ -245,15 +250,15 @@ YAML: dict[str, Wrong] = {
     "a modality of no stages": Wrong("modalities: {language: 0}", "modalities.language.pp_size", "The nearest is 1"),
     "modalities as a list": Wrong("modalities: [language]", "modalities", "{'language'"),
     "modalities as a number": Wrong("modalities: 3", "modalities", "{'language'"),
-    "a misspelt strategy's field": Wrong(_yaml("num_microbatchs: 2"), "num_microbatchs", "'num_microbatches'"),
-    "microbatches by a word": Wrong(_yaml("num_microbatches: many"), "num_microbatches", "The nearest"),
+    "a misspelt strategy's field": Wrong(_yaml("num_microbatchs: 2"), "num_microbatchs", "'batching.num_microbatches'"),
+    "microbatches by a word": Wrong(_yaml("num_microbatches: many"), "batching.num_microbatches", "The nearest"),
     "an unknown schedule": Wrong(_yaml("schedule: gpip"), "schedule", "'gpipe'"),
-    "a timeout that is a number": Wrong(_yaml("timeout: 5"), "timeout", "'0:30:00'"),
-    "a timeout by a word": Wrong(_yaml("timeout: -5s"), "timeout", "'0:30:00'"),
-    "a timeout of nothing": Wrong(_yaml("timeout: '0:00:00'"), "timeout", "minutes=30"),
-    "an unknown backend": Wrong(_yaml("process_group_backend: glo"), "process_group_backend", "'gloo'"),
-    "an unknown start_method": Wrong(_yaml("start_method: popn"), "start_method", "'popen'"),
-    "an unknown loss_weight": Wrong(_yaml("loss_weight: token"), "loss_weight", "'tokens'"),
+    "a timeout that is a number": Wrong(_yaml("timeout: 5"), "launch.timeout", "'0:30:00'"),
+    "a timeout by a word": Wrong(_yaml("timeout: -5s"), "launch.timeout", "'0:30:00'"),
+    "a timeout of nothing": Wrong(_yaml("timeout: '0:00:00'"), "launch.timeout", "minutes=30"),
+    "an unknown backend": Wrong(_yaml("process_group_backend: glo"), "launch.process_group_backend", "'gloo'"),
+    "an unknown start_method": Wrong(_yaml("start_method: popn"), "launch.start_method", "'popen'"),
+    "an unknown loss_weight": Wrong(_yaml("loss_weight: token"), "batching.loss_weight", "'tokens'"),
     "a placement by a word": Wrong(_yaml("placement: zero"), "placement", "[0, 1]"),
     "a rank that is placed twice": Wrong(_yaml("placement: [0, 0]"), "placement", "[0, 1]"),
     "a timeline of an unknown kind": Wrong(_yaml("timeline: a.txt"), "timeline", "'a.json'"),

@@ -114,7 +114,9 @@ CASES: dict[str, Wrong] = {
     "two modalities that compute the loss": Wrong(
         {"modalities": {"language": Modality(), "text": Modality()}}, "modalities", ""
     ),
-    "more microbatches than samples": Wrong({**_language(), "num_microbatches": 9}, "num_microbatches", "8"),
+    "more microbatches than samples": Wrong(
+        {**_language(), "batching": {"num_microbatches": 9}}, "batching.num_microbatches", "8"
+    ),
     "ranks that are not filled": Wrong(_language(pp_size=2), _WORLD, "3 ranks", {"devices": 4}),
     "one device": Wrong(_language(), _WORLD, "2 ranks", {"devices": 1}),
     "devices as they come": Wrong(_language(pp_size=4), _WORLD, "5", {"devices": "auto"}),
@@ -124,7 +126,9 @@ CASES: dict[str, Wrong] = {
         "2 ranks",
         {"devices": 2, "num_nodes": 3},
     ),
-    "nccl on CPUs": Wrong({**_language(), "process_group_backend": "nccl"}, "process_group_backend", "gloo"),
+    "nccl on CPUs": Wrong(
+        {**_language(), "launch": {"process_group_backend": "nccl"}}, "launch.process_group_backend", "gloo"
+    ),
     "a timeline of nothing": Wrong(
         {"modalities": {"model": Modality()}, "timeline": f"{tempfile.gettempdir()}/a.json"}, "timeline", "unset"
     ),

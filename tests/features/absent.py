@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lightning_mm5d.config.features import FEATURES, parts
+from lightning_mm5d.config.groups import path_of, with_fields
 
 ALL = "all"
 NAMES = [feature.name for feature in FEATURES]
@@ -88,6 +89,11 @@ def refused_folder() -> str:
     raise AssertionError("a folder was loaded")
 
 
+def _in_group(option: str, value: object) -> dict[str, Any]:
+    group, _, name = path_of(option).rpartition(".")
+    return {group: {name: value}} if group else {option: value}
+
+
 def _refusals(names: list[str]) -> dict[str, str]:
     from features.toys import PAIR, Run
     from lightning_mm5d import ConfigError
@@ -96,9 +102,9 @@ def _refusals(names: list[str]) -> dict[str, str]:
     for feature in FEATURES:
         if feature.name not in names:
             continue
-        layouts = {option: (PAIR, {option: "set"}) for option in feature.options}
+        layouts = {option: (PAIR, _in_group(option, "set")) for option in feature.options}
         for field in feature.modality:
-            vision = replace(PAIR.modalities["vision"], **{field: "set"})
+            vision = with_fields(PAIR.modalities["vision"], **{field: "set"})
             layouts[field] = replace(PAIR, modalities={**PAIR.modalities, "vision": vision}), {}
         for field, (layout, options) in layouts.items():
             try:
