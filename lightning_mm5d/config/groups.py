@@ -395,7 +395,8 @@ def made(field: str, kind: type[T], said: Mapping[str, Any]) -> T:
         if name not in (own := names_of(kind)):
             inner = [path_of(one) for group in OF_MODALITY if group in own for one in names_of(OF_MODALITY[group])]
             known = [one for one in own if one not in OF_MODALITY] + inner
-            raise ConfigError(f"{field}.{name}", value, "There is no such field", did_you_mean(name, known))
+            fix = f"Write {path_of(name)}" if name in _OWNERS else did_you_mean(name, known)
+            raise ConfigError(f"{field}.{name}", value, "There is no such field", fix)
     return kind(**said)
 
 
