@@ -20,7 +20,6 @@ EXPECTED = read()
 WAITING = {
     "Validation, test and prediction: `validation_step` returns `len(batch)` in a dict",
     "Validation, test and prediction: gradients in validation: `torch.enable_grad` with `inference_mode=False`",
-    "From Lightning's guides: `save_checkpoint` after fit, with an `on_save_checkpoint` that reads weights",
     "Written by hand: `torch.optim.swa_utils.AveragedModel` in a hook",
 }
 """what some layouts do not yet do as one process does"""
