@@ -19,7 +19,6 @@ from ranks import call_ranks
 EXPECTED = read()
 WAITING = {
     "Validation, test and prediction: `validation_step` returns `len(batch)` in a dict",
-    "Validation, test and prediction: gradients in validation: `torch.enable_grad` with `inference_mode=False`",
     "Written by hand: `torch.optim.swa_utils.AveragedModel` in a hook",
 }
 """what some layouts do not yet do as one process does"""
