@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_mm5d.data.microbatch import BatchNumber, merge
-from lightning_mm5d.sharded.remote_value import is_remote
+from lightning_mm5d.sharded.remote_value import RemoteValue, is_remote, make_plain
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.stage.payload import NotSent, Packer, detached, unsharded
 
@@ -331,7 +331,7 @@ class _Whole:
     def __init__(self, owner: Any) -> None:
         self.owner = owner
         self._before = owner.detach().clone() if isinstance(owner, Tensor) else owner.copy()
-        self._version = owner._version if isinstance(owner, Tensor) else None
+        self._version = owner._version if isinstance(owner, Tensor) and not owner.is_inference() else None
 
     def mark(self) -> None:
         """Note nothing."""
@@ -340,11 +340,16 @@ class _Whole:
         """Leave what it holds."""
 
     def restore(self) -> None:
-        if self._changed():
+        was_remote = isinstance(self.owner, RemoteValue)
+        if was_remote:  # what other ranks compute was added to it
+            make_plain(self.owner)
+        if was_remote or self._changed():
             self._fill(self._before)
 
     def _changed(self) -> bool:
         if isinstance(self.owner, Tensor):
+            if self.owner.is_inference():  # has no version, and changes in inference mode only
+                return torch.is_inference_mode_enabled() and not torch.equal(self.owner, self._before)
             return self.owner._version != self._version
         if isinstance(self.owner, set):
             return self.owner != self._before
@@ -382,7 +387,7 @@ def _part(value: Any, depth: int) -> _Part | None:
     if depth > _DEEP or value is None or isinstance(value, (str, bytes, int, float, nn.Module, type)):
         return None
     if isinstance(value, Tensor):
-        return None if is_remote(value) or isinstance(value, Sharded) or value.is_inference() else _Whole(value)
+        return None if is_remote(value) or isinstance(value, Sharded) else _Whole(value)
     if isinstance(value, set) or (isinstance(value, np.ndarray) and value.dtype != object):
         return _Whole(value)
     if isinstance(value, (list, deque)):
