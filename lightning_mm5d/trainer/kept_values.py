@@ -50,6 +50,10 @@ _CONSTANT = (
     "the step put {got!r} into {name!r} for each microbatch, as many entries as there are samples, so it holds "
     "those of the batch: {joined!r}. If this is no list of samples, keep a tuple"
 )
+_REDUCED = (
+    "the step put a tensor of {shape} into {name!r} for each microbatch, without a row for each sample, so it holds "
+    "that of the last one. Keep a row for each sample, add to one tensor (+=), or set num_microbatches: 1"
+)
 
 
 @dataclass(frozen=True)
@@ -221,6 +225,8 @@ class _Object:
                 row = _Row(now[name], _DEEP, values=before.values if isinstance(before, _Row) else [])
                 row.marks = [row.values if value is None else value for value in values]
                 rows.append(row)
+            elif held is None and _are_reduced(values, samples):
+                warnings.warn(_REDUCED.format(shape=tuple(last.shape), name=name), stacklevel=2)
         if not (isinstance(self.owner, dict) and _are_groups(rows, samples)):
             for row in rows:
                 row.join(samples)
@@ -417,7 +423,7 @@ def _joined(values: Sequence[Any], samples: Sequence[int]) -> Any:
     """One value of those of the microbatches; `_MISSING` where these cannot be joined."""
     if not all(map(_can_join, values, samples)):
         return _MISSING
-    joined = merge([detached(value) for value in values], samples)
+    joined = merge([detached(value) for value in values], samples, tells=False)
     return joined if _is_like(joined, values[0]) else _MISSING
 
 
@@ -455,8 +461,21 @@ def _joined_rows(values: Sequence[Any], samples: Sequence[int], before: Any) -> 
     is_same_kind = type(before) is type(first) and not isinstance(first, (tuple, dict))
     if is_same_kind and (len(before) == len(first) if isinstance(first, list) else before.shape == first.shape):
         return _MISSING
-    joined = merge([detached(value) for value in values], samples)
+    if len(values) > 1 and values[1] is first:  # that the second microbatch added to
+        return _MISSING
+    joined = merge([detached(value) for value in values], samples, tells=False)
     return joined if type(joined) is type(first) else _MISSING
+
+
+def _are_reduced(values: Sequence[Any], samples: Sequence[int]) -> bool:
+    """Whether tensors of the microbatches are unequal, and have neither rows nor columns for samples."""
+    first, *others = values
+    if not all(
+        isinstance(one, Tensor) and one.ndim and _can_join(one, size) for one, size in zip(values, samples, strict=True)
+    ):
+        return False
+    has_samples = any(size in one.shape[:2] for one, size in zip(values, samples, strict=True))
+    return not has_samples and any(one is not first and not torch.equal(one, first) for one in others)
 
 
 def _may_be_constant(values: Sequence[Any]) -> bool:

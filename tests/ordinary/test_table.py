@@ -18,7 +18,6 @@ from ranks import call_ranks
 
 EXPECTED = read()
 WAITING = {
-    "Validation, test and prediction: `validation_step` returns `len(batch)` in a dict",
     "Written by hand: `torch.optim.swa_utils.AveragedModel` in a hook",
 }
 """what some layouts do not yet do as one process does"""

@@ -132,7 +132,14 @@ evaluating("`validation_step` returns a count", lambda y, b: (y.argmax(1) == b["
 evaluating(
     "`validation_step` returns a count of Python", lambda y, b: int((y.argmax(1) == b["label"]).sum()), over="sum"
 )
-evaluating("`validation_step` returns `len(batch)` in a dict", lambda y, b: {"n": len(y), "y": y.sum(0)}, over="sum")
+evaluating(
+    "`validation_step` returns `len(batch)` in a dict, and a sum over samples",
+    lambda y, b: {"n": len(y), "y": y.sum(0)},
+    over="sum",
+    differs=dict.fromkeys(
+        ("split", "pp"), "what has no row for each sample is a list of microbatches', with a warning"
+    ),
+)
 evaluating("`validation_step` returns logits and labels", lambda y, b: {"y": y, "label": b["label"]}, differs=OWN)
 evaluating("`validation_step` returns None", lambda y, b: None)
 evaluating("`validation_step` returns strings", lambda y, b: [f"{i}" for i in y.argmax(1).tolist()], differs=OWN)

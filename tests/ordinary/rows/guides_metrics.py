@@ -235,7 +235,7 @@ class Confusion(Ordinary):
         self.seen.append(self.matrix.tolist())
 
 
-class Counts(Ordinary):
+class RightAnswers(Ordinary):
     """Counts right answers by class in a tensor, from 0 in each epoch."""
 
     def on_train_epoch_start(self) -> None:
@@ -249,7 +249,7 @@ class Counts(Ordinary):
 
 
 @row(SECTION, "right answers of each class: `self.right += right.sum(0)` in `training_step`", over="sum")
-class CountsInTraining(Counts):
+class CountsInTraining(RightAnswers):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.count(batch)
 
@@ -258,7 +258,7 @@ class CountsInTraining(Counts):
 
 
 @row(SECTION, "right answers of each class: `self.right += right.sum(0)` in `validation_step`", over="sum")
-class CountsInValidation(Counts):
+class CountsInValidation(RightAnswers):
     def on_validation_epoch_start(self) -> None:
         self.on_train_epoch_start()
 
