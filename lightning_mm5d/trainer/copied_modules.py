@@ -36,11 +36,8 @@ class CopiedModules(Removable):
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
-        self._before = {
-            path: (one, _attributes(one))
-            for path, one in module.named_modules()
-            if path and not isinstance(one, (Metric, MetricCollection)) and not hasattr(one, _COPY)
-        }
+        own = {path: one for path, one in module.named_modules() if not isinstance(one, (Metric, MetricCollection))}
+        self._before = {path: (one, _attributes(one)) for path, one in own.items() if path and not hasattr(one, _COPY)}
 
     def attach(self, guard: Guard) -> None:
         """Take what has changed since this object was made as the run's."""
@@ -52,6 +49,9 @@ class CopiedModules(Removable):
             }
             if changes:
                 self.put_attribute(module, _COPY, _Copy(path, module, changes, guard))
+        for path, (module, _) in self._before.items():
+            if _COPY not in vars(module) and hasattr(module, _COPY):  # it has the attributes of a module inside
+                self.put_attribute(module, _COPY, _Copy(path, module, {}, guard))
 
 
 class _Copy:
@@ -78,8 +78,10 @@ class _Copy:
         shown = self._as_before() if self._guard.shows_full else kept
         try:
             own.clear()
-            own.update((name, value) for name, value in shown.items() if name != _COPY)
-            return copy.deepcopy(self._module, memo)
+            own.update({**shown, _COPY: None})
+            found = copy.deepcopy(self._module, memo)
+            vars(found).pop(_COPY)
+            return found
         finally:
             own.clear()
             own.update(kept)
