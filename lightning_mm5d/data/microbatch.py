@@ -223,7 +223,7 @@ def split_each(
     return [Microbatch(_rebuild(batch, list(values)), share) for values in zip(*parts, strict=True)]
 
 
-def merge(outputs: Sequence[Any], samples: Sequence[int], where: str = "") -> Any:
+def merge(outputs: Sequence[Any], samples: Sequence[int], where: str = "", *, tells: bool = True) -> Any:
     """Joins what M microbatches returned into what the batch would have returned.
 
     Tensors and NumPy arrays with one row per sample, and lists with one element per sample, are concatenated; floats
@@ -239,6 +239,7 @@ def merge(outputs: Sequence[Any], samples: Sequence[int], where: str = "") -> An
         outputs: M outputs of a step.
         samples: M numbers of samples.
         where: path of the outputs in what the step gave, for warnings.
+        tells: whether to warn of tensors that become a list because they have no rows of samples.
     """
     outputs, samples = list(outputs), list(samples)
     if len(outputs) != len(samples):
@@ -247,7 +248,7 @@ def merge(outputs: Sequence[Any], samples: Sequence[int], where: str = "") -> An
     if len(outputs) == 1:
         return first
     if all(isinstance(output, torch.Tensor) for output in outputs):
-        return _merge_tensors(outputs, samples, where)
+        return _merge_tensors(outputs, samples, where, tells)
     if all(isinstance(output, int) for output in outputs) and not any(isinstance(output, bool) for output in outputs):
         return _merge_integers(outputs, samples, where)
     if all(isinstance(output, float) for output in outputs):
@@ -263,7 +264,8 @@ def merge(outputs: Sequence[Any], samples: Sequence[int], where: str = "") -> An
         if any(list(other) != list(fields[0]) for other in fields):
             return outputs
         inside = {step: [other[step] for other in fields] for step in fields[0]}
-        return _rebuild(first, [merge(values, samples, f"{where}[{step!r}]") for step, values in inside.items()])
+        merged = [merge(one, samples, f"{where}[{step!r}]", tells=tells) for step, one in inside.items()]
+        return _rebuild(first, merged)
     return first if all(output == first for output in outputs) else outputs
 
 
@@ -299,7 +301,7 @@ def copied(batch: Any) -> Any:
     return _rebuild(batch, [copied(child) for _, child in children]) if children else batch
 
 
-def _merge_tensors(outputs: list[torch.Tensor], samples: list[int], where: str) -> Any:
+def _merge_tensors(outputs: list[torch.Tensor], samples: list[int], where: str, tells: bool) -> Any:
     first = outputs[0]
     if all(output.ndim == 0 and output.dtype == torch.bool for output in outputs):
         return first if all(torch.equal(output, first) for output in outputs) else outputs
@@ -321,7 +323,15 @@ def _merge_tensors(outputs: list[torch.Tensor], samples: list[int], where: str) 
                 "Where this is not the dim of samples, return another one first, or use microbatches of another size",
             )
         return torch.cat(outputs, dims[0]) if same_rows else outputs
-    return first if all(torch.equal(output, first) for output in outputs) else outputs
+    if all(torch.equal(output, first) for output in outputs):
+        return first
+    if tells and first.ndim:
+        _warn(
+            where,
+            f"a tensor of {tuple(first.shape)} for {samples[0]} samples, has no row for each sample, and becomes a "
+            "list of those of the microbatches. Return a row for each sample, or set num_microbatches: 1",
+        )
+    return outputs
 
 
 def _have_samples(outputs: list[torch.Tensor], samples: list[int], dim: int) -> bool:

@@ -49,7 +49,7 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.stage import Deferred, Payload, Run, Runtime, SharedBuffers, StageError, StageView
+from lightning_mm5d.stage import Deferred, GraphEndError, Payload, Run, Runtime, SharedBuffers, StageError, StageView
 from lightning_mm5d.stage.payload import PARTS
 
 _is_profiled = private(torch.autograd, "_profiler_enabled")
@@ -60,9 +60,10 @@ _Due = dict[tuple[StageKey, int], Deferred]
 
 _UNUSED = "appears to not have been used in the graph"  # torch, of an input of `torch.autograd.grad`
 _ACROSS = (
-    "the step asks `torch.autograd.grad` for the gradient of something that other ranks compute with, as a gradient "
-    "penalty or an adversarial step does for the inputs of an encoder: within a step a graph ends at the boundaries of "
-    "stages. Give the modalities the same ranks (colocate_with) and pp_size=1, or take the gradient within one stage"
+    "the step asks `torch.autograd.grad` or `backward` for the gradient of something that other ranks compute with, as "
+    "a saliency map or an adversarial step does for the inputs of an encoder: within a step a graph ends at the "
+    "boundaries of stages. Give the modalities the same ranks (colocate_with) and pp_size=1, or take the gradient "
+    "within one stage"
 )
 
 
@@ -333,7 +334,7 @@ class Engine:
             step.fails = True
             return None, False
         except RuntimeError as error:
-            if _UNUSED in str(error) and self._plan.topology.edges:
+            if isinstance(error, GraphEndError) or (_UNUSED in str(error) and self._plan.topology.edges):
                 raise StageError(_ACROSS) from error
             raise
 

@@ -43,6 +43,11 @@ def _found(node: ast.AST, own: str, given: frozenset[str], by_data: bool) -> Ite
             yield from _attribute(node.func.value, own)
     if isinstance(node, ast.AugAssign) and (by_data or not isinstance(node.value, ast.List | ast.Tuple)):
         yield from _attribute(node.target, own)
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.Add):
+        sides = node.value.left, node.value.right
+        if by_data or not any(isinstance(side, ast.List | ast.Tuple) for side in sides):
+            added = {name for side in sides for name in _attribute(side, own)}
+            yield from added.intersection(name for target in node.targets for name in _attribute(target, own))
     if isinstance(node, ast.For):
         over = node.iter
         named = isinstance(over, ast.Call) and isinstance(over.func, ast.Attribute) and over.func.attr in _BY_NAME

@@ -8,4 +8,4 @@ from lightning_mm5d.stage.run import Run
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.stage.step_writes import SharedBuffers
 from lightning_mm5d.stage.torch_encoders import TorchEncoders
-from lightning_mm5d.stage.view import StageError, StageView, views
+from lightning_mm5d.stage.view import GraphEndError, StageError, StageView, views

@@ -45,7 +45,7 @@ from lightning_mm5d.stage.runtime import Runtime, check_used
 from lightning_mm5d.stage.step_writes import StepWrites, Tail
 from lightning_mm5d.stage.taint import Call, mark_dependent, mark_stand_in, must_travel, traced
 from lightning_mm5d.stage.taps import Taps
-from lightning_mm5d.stage.view import StageError, StageView, StandIn, Stop
+from lightning_mm5d.stage.view import GraphEndError, StageError, StageView, StandIn, Stop
 
 
 class Pass:
@@ -102,6 +102,10 @@ class Pass:
             "before such a layer must run before it, and each of them once in every pass. Choose other cuts with "
             f"modalities.{self._modality}.pipeline.pipeline_template, or set modalities.{self._modality}.pp_size to 1"
         )
+
+
+def _end_graph(gradient: Tensor) -> None:
+    raise GraphEndError("a gradient reaches what an earlier stage has computed, in an evaluation")
 
 
 class Run:
@@ -163,7 +167,9 @@ class Run:
 
     def _accept(self, payload: Payload) -> None:
         for tensor, has_grad in zip(payload.tensors, payload.meta["grads"], strict=True):
-            tensor.requires_grad_(has_grad and torch.is_grad_enabled())
+            tensor.requires_grad_(has_grad and (torch.is_grad_enabled() or not self.trains))
+            if tensor.requires_grad and not self.trains:  # the step asks for gradients, which none takes from here
+                tensor.register_hook(_end_graph)
             mark_dependent(tensor)
         for index, path, exact in payload.meta["remote"]:  # unless nothing takes them, the last stage reports them
             payload.tensors[index] = marked(payload.tensors[index], Origin(path, self._runtime.guard), exact=exact)

@@ -20,6 +20,10 @@ class StageError(ValueError):
     """The user's step does something that a step split over stages cannot do."""
 
 
+class GraphEndError(RuntimeError):
+    """A gradient goes back to what no backward of another stage takes it from."""
+
+
 @dataclass(frozen=True)
 class StandIn:
     """What the result of a remote layer is made of.

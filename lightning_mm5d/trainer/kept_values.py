@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_mm5d.data.microbatch import BatchNumber, merge
-from lightning_mm5d.sharded.remote_value import is_remote
+from lightning_mm5d.sharded.remote_value import RemoteValue, is_remote, make_plain
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.stage.payload import NotSent, Packer, detached, unsharded
 
@@ -49,6 +49,10 @@ _MISSING = object()
 _CONSTANT = (
     "the step put {got!r} into {name!r} for each microbatch, as many entries as there are samples, so it holds "
     "those of the batch: {joined!r}. If this is no list of samples, keep a tuple"
+)
+_REDUCED = (
+    "the step put a tensor of {shape} into {name!r} for each microbatch, without a row for each sample, so it holds "
+    "that of the last one. Keep a row for each sample, add to one tensor (+=), or set num_microbatches: 1"
 )
 
 
@@ -221,6 +225,8 @@ class _Object:
                 row = _Row(now[name], _DEEP, values=before.values if isinstance(before, _Row) else [])
                 row.marks = [row.values if value is None else value for value in values]
                 rows.append(row)
+            elif held is None and _are_reduced(values, samples):
+                warnings.warn(_REDUCED.format(shape=tuple(last.shape), name=name), stacklevel=2)
         if not (isinstance(self.owner, dict) and _are_groups(rows, samples)):
             for row in rows:
                 row.join(samples)
@@ -331,7 +337,7 @@ class _Whole:
     def __init__(self, owner: Any) -> None:
         self.owner = owner
         self._before = owner.detach().clone() if isinstance(owner, Tensor) else owner.copy()
-        self._version = owner._version if isinstance(owner, Tensor) else None
+        self._version = owner._version if isinstance(owner, Tensor) and not owner.is_inference() else None
 
     def mark(self) -> None:
         """Note nothing."""
@@ -340,11 +346,16 @@ class _Whole:
         """Leave what it holds."""
 
     def restore(self) -> None:
-        if self._changed():
+        was_remote = isinstance(self.owner, RemoteValue)
+        if was_remote:  # what other ranks compute was added to it
+            make_plain(self.owner)
+        if was_remote or self._changed():
             self._fill(self._before)
 
     def _changed(self) -> bool:
         if isinstance(self.owner, Tensor):
+            if self.owner.is_inference():  # has no version, and changes in inference mode only
+                return torch.is_inference_mode_enabled() and not torch.equal(self.owner, self._before)
             return self.owner._version != self._version
         if isinstance(self.owner, set):
             return self.owner != self._before
@@ -382,7 +393,7 @@ def _part(value: Any, depth: int) -> _Part | None:
     if depth > _DEEP or value is None or isinstance(value, (str, bytes, int, float, nn.Module, type)):
         return None
     if isinstance(value, Tensor):
-        return None if is_remote(value) or isinstance(value, Sharded) or value.is_inference() else _Whole(value)
+        return None if is_remote(value) or isinstance(value, Sharded) else _Whole(value)
     if isinstance(value, set) or (isinstance(value, np.ndarray) and value.dtype != object):
         return _Whole(value)
     if isinstance(value, (list, deque)):
@@ -412,7 +423,7 @@ def _joined(values: Sequence[Any], samples: Sequence[int]) -> Any:
     """One value of those of the microbatches; `_MISSING` where these cannot be joined."""
     if not all(map(_can_join, values, samples)):
         return _MISSING
-    joined = merge([detached(value) for value in values], samples)
+    joined = merge([detached(value) for value in values], samples, tells=False)
     return joined if _is_like(joined, values[0]) else _MISSING
 
 
@@ -450,8 +461,21 @@ def _joined_rows(values: Sequence[Any], samples: Sequence[int], before: Any) -> 
     is_same_kind = type(before) is type(first) and not isinstance(first, (tuple, dict))
     if is_same_kind and (len(before) == len(first) if isinstance(first, list) else before.shape == first.shape):
         return _MISSING
-    joined = merge([detached(value) for value in values], samples)
+    if len(values) > 1 and values[1] is first:  # that the second microbatch added to
+        return _MISSING
+    joined = merge([detached(value) for value in values], samples, tells=False)
     return joined if type(joined) is type(first) else _MISSING
+
+
+def _are_reduced(values: Sequence[Any], samples: Sequence[int]) -> bool:
+    """Whether tensors of the microbatches are unequal, and have neither rows nor columns for samples."""
+    first, *others = values
+    if not all(
+        isinstance(one, Tensor) and one.ndim and _can_join(one, size) for one, size in zip(values, samples, strict=True)
+    ):
+        return False
+    has_samples = any(size in one.shape[:2] for one, size in zip(values, samples, strict=True))
+    return not has_samples and any(one is not first and not torch.equal(one, first) for one in others)
 
 
 def _may_be_constant(values: Sequence[Any]) -> bool:

@@ -307,6 +307,11 @@ class TestMerge:
         assert merge([{"a": 1}, {"b": 1}], [1, 1]) == [{"a": 1}, {"b": 1}]
         assert merge([None, None], [1, 1]) is None
 
+    def test_a_tensor_that_is_reduced_over_samples_is_a_list_with_a_warning(self) -> None:
+        with pytest.warns(UserWarning, match=r"in \['y'\], a tensor of \(3,\) for 4 samples.*num_microbatches: 1"):
+            merged = merge([{"y": torch.zeros(3)}, {"y": torch.ones(3)}], [4, 4])
+        assert [y.tolist() for y in merged["y"]] == [[0, 0, 0], [1, 1, 1]]
+
     def test_model_outputs_keep_their_type(self) -> None:
         from transformers.modeling_outputs import CausalLMOutput
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_mm5d.data.microbatch import BatchNumber, merge
+from lightning_mm5d.source.appends import appended_by_data
 from lightning_mm5d.trainer.kept_values import KeptValues
 
 COUNT = "is summed as a count"
@@ -111,3 +112,34 @@ def test_an_entry_under_the_number_of_the_batch_is_that_of_the_batch() -> None:
             values.mark()
         values.join(sizes)
         assert module.by_batch == {0: 4}
+
+
+def test_what_microbatches_add_to_one_tensor_is_no_row_for_each_sample() -> None:
+    module: Any = Keeps()
+    module.right = 0
+    values = KeptValues(module)
+    for right in ([1, 2, 3], [0, 1, 0]):
+        module.right += torch.tensor(right)
+        values.mark()
+    values.join([3, 3])
+    assert module.right.tolist() == [1, 3, 3]
+
+
+def test_an_attribute_that_code_adds_to_is_known() -> None:
+    class Adds(nn.Module):
+        def step(self, right: Any) -> None:
+            self.right = self.right + right.sum(0)
+            self.last = self.right + right
+            self.history = self.history + [right]  # noqa: RUF005
+
+    assert appended_by_data(Adds) == {"right"}
+
+
+def test_a_tensor_put_anew_that_is_reduced_over_samples_is_told_of() -> None:
+    module: Any = Keeps()
+    values = KeptValues(module)
+    for total in ([1.0, 2.0, 3.0], [0.0, 1.0, 0.0]):
+        module.total = torch.tensor(total)
+        values.mark()
+    with pytest.warns(UserWarning, match=r"\(3,\) into 'total' .*that of the last one.*num_microbatches: 1"):
+        values.join([4, 4])

@@ -45,6 +45,8 @@ from lightning_mm5d.features.full_views.full_states import (
 )
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import Placeholder, is_remote, plain
+from lightning_mm5d.stage import StageError
+from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.hidden_gradients import is_stand_in, stand_in
 from lightning_mm5d.trainer.optimization import SUMMED_LATE, is_summed_late
@@ -193,14 +195,17 @@ class _FullViews(Attached):
                 self._calls.append((module, local))
 
         @torch.compiler.disable
-        def leave(module: nn.Module, *_: Any) -> None:
+        def leave(path: str, module: nn.Module, _: Any, result: Any) -> None:
             if self._calls and self._calls[-1][0] is module:
                 self._calls.pop()[1].__exit__(None, None, None)
+                for _, tensor in tensors_in(result):
+                    if tensor.requires_grad:
+                        tensor.register_hook(functools.partial(_refuse_gradient, path))
 
         for path, module in self._module.named_modules():
             if any(name in apart for name, _ in module.named_parameters(path, recurse=False)):
                 before = module.register_forward_pre_hook(functools.partial(enter, path), prepend=True)
-                after = module.register_forward_hook(leave, always_call=True)
+                after = module.register_forward_hook(functools.partial(leave, path), always_call=True)
                 self.changes.callback(before.remove)
                 self.changes.callback(after.remove)
 
@@ -487,6 +492,14 @@ class _FullViews(Attached):
                     shown = message.to(buffer.device)
                     module._buffers[name] = shown
                     self._swapped.append((module, name, shown, buffer))
+
+
+def _refuse_gradient(path: str, gradient: Tensor) -> None:
+    raise StageError(
+        f"a hook takes a gradient that goes back through {path or 'the module'}, whose parameters ranks share: they "
+        "are shown in full there, and its backward needs this rank's part. Take the gradient in a step, such as "
+        "validation_step under torch.enable_grad, or set tp_size and ep_size to 1"
+    )
 
 
 FEATURE = FullViews

@@ -340,7 +340,8 @@ class LockStep(Attached, AroundUpdates):
         if torch.is_grad_enabled() and not place.optimizes:
             raise StageError(
                 f"{unit.path} is called with gradients in an evaluation that passes several times through layers of "
-                "other ranks: gradients do not cross there; leave torch.enable_grad out, or use one stage"
+                "several ranks, and gradients do not cross there: call it without torch.enable_grad, or give the "
+                "modalities the same ranks (colocate_with) and pp_size=1"
             )
         channel, src = self._channel(place, unit.stage)
         is_owner = self._rank in place.ranks[unit.stage]

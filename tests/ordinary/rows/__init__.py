@@ -4,6 +4,7 @@ from ordinary.rows import (  # noqa: F401
     built_in_callbacks,
     callback_hooks,
     combinations,
+    copied_parts,
     data_kinds,
     data_modules,
     evaluation,

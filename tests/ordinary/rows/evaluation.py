@@ -132,7 +132,14 @@ evaluating("`validation_step` returns a count", lambda y, b: (y.argmax(1) == b["
 evaluating(
     "`validation_step` returns a count of Python", lambda y, b: int((y.argmax(1) == b["label"]).sum()), over="sum"
 )
-evaluating("`validation_step` returns `len(batch)` in a dict", lambda y, b: {"n": len(y), "y": y.sum(0)}, over="sum")
+evaluating(
+    "`validation_step` returns `len(batch)` in a dict, and a sum over samples",
+    lambda y, b: {"n": len(y), "y": y.sum(0)},
+    over="sum",
+    differs=dict.fromkeys(
+        ("split", "pp"), "what has no row for each sample is a list of microbatches', with a warning"
+    ),
+)
 evaluating("`validation_step` returns logits and labels", lambda y, b: {"y": y, "label": b["label"]}, differs=OWN)
 evaluating("`validation_step` returns None", lambda y, b: None)
 evaluating("`validation_step` returns strings", lambda y, b: [f"{i}" for i in y.argmax(1).tolist()], differs=OWN)
@@ -204,6 +211,49 @@ def gradients(run: Run) -> dict[str, Any]:
                 images = batch["images"].clone().requires_grad_()
                 (gradient,) = torch.autograd.grad(self.loss({**batch, "images": images}), images)
             self.log("saliency", gradient.abs().sum(), sync_dist=True)
+
+    return fitted(run, Saliency(), inference_mode=False)
+
+
+@row(SECTION, "gradients in validation of what the encoder gives: Grad-CAM")
+def of_features(run: Run) -> dict[str, Any]:
+    class Cam(Ordinary):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            with torch.enable_grad():
+                features = self.encoder(batch["images"])
+                loss = F.cross_entropy(self.decoder(batch["tokens"], features), batch["label"])
+                (gradient,) = torch.autograd.grad(loss, features)
+            self.log("cam", gradient.abs().sum(), sync_dist=True)
+
+    return fitted(run, Cam(), inference_mode=False)
+
+
+@row(
+    SECTION,
+    "gradients in validation: `loss.backward()`, and the norm of all `p.grad`",
+    differs={"replicas": "each replica has the gradients of its own samples, as under DDP"},
+)
+def of_parameters(run: Run) -> dict[str, Any]:
+    class Norms(Ordinary):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            with torch.enable_grad():
+                self.loss(batch).backward()
+            norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+            self.log("norm", torch.stack(norms).norm(), sync_dist=True)
+            self.zero_grad()
+
+    return fitted(run, Norms(), inference_mode=False)
+
+
+@row(SECTION, "gradients of images in a hook: `torch.enable_grad` in `on_validation_epoch_end`")
+def in_hook(run: Run) -> dict[str, Any]:
+    class Saliency(Ordinary):
+        def on_validation_epoch_end(self) -> None:
+            batch = next(iter(DataLoader(Samples(8), batch_size=8)))
+            with torch.enable_grad():
+                images = batch["images"].clone().requires_grad_()
+                (gradient,) = torch.autograd.grad(self.loss({**batch, "images": images}), images)
+            self.seen.append(float(gradient.abs().sum()))
 
     return fitted(run, Saliency(), inference_mode=False)
 

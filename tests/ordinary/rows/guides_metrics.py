@@ -233,3 +233,37 @@ class Confusion(Ordinary):
 
     def on_validation_epoch_end(self) -> None:
         self.seen.append(self.matrix.tolist())
+
+
+class RightAnswers(Ordinary):
+    """Counts right answers by class in a tensor, from 0 in each epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        self.right = torch.zeros(CLASSES, dtype=torch.long)
+
+    def count(self, batch: Any) -> Tensor:
+        logits = self(batch)
+        right = F.one_hot(logits.argmax(1), CLASSES) * F.one_hot(batch["label"], CLASSES)
+        self.right += right.sum(0)
+        return F.cross_entropy(logits, batch["label"])
+
+
+@row(SECTION, "right answers of each class: `self.right += right.sum(0)` in `training_step`", over="sum")
+class CountsInTraining(RightAnswers):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.count(batch)
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append(self.right.tolist())
+
+
+@row(SECTION, "right answers of each class: `self.right += right.sum(0)` in `validation_step`", over="sum")
+class CountsInValidation(RightAnswers):
+    def on_validation_epoch_start(self) -> None:
+        self.on_train_epoch_start()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.count(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen.append(self.right.tolist())
