@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-SEED = 27
+SEED = 40
 
 
 def swept(cases: Iterable[Any], *exhaustive: Any) -> list[Any]:
