@@ -1,6 +1,6 @@
 """Each cell of the table of ordinary uses is as it is written: equal to plain Lightning, refused, or known to differ.
 
-The default run holds each row in one column: each section with two rows in each layout of ranks, drawn by a seed, and
+The default run holds each row in one column: each section with one row in each layout of ranks, drawn by a seed, and
 its other rows on one process. `exhaustive` holds all cells. What changes on purpose is written anew by
 ``PYTHONPATH=tests .venv/bin/python -m ordinary.table``.
 """
@@ -27,15 +27,13 @@ WAITING = {
     "Written by hand: `torch.optim.swa_utils.AveragedModel` in a hook",
 }
 """what some layouts do not yet do as one process does"""
-ROWS_ON_RANKS = 2
-"""of each section, in each column but that of one process"""
 assert call_ranks  # for the mark of tests that start processes
 
 
 def _batches() -> list:
     """Names of a column's rows, `BATCH` a test: those of the seeded cover, and the others under `exhaustive`."""
     cover = dict.fromkeys(EXPECTED, "one")
-    on_ranks = [column for column in COLUMNS if column != "one"] * ROWS_ON_RANKS
+    on_ranks = [column for column in COLUMNS if column != "one"]
     for _, rows in groupby(EXPECTED, lambda name: USES[name].section):
         names = list(rows)
         cover |= zip(random.Random(SEED).sample(names, len(names)), on_ranks, strict=False)
