@@ -7,7 +7,9 @@ cd "$(dirname "$0")/.."
 bash scripts/setup.sh dev
 # the processes that tests start would compile all that they import, each again
 unset PYTHONDONTWRITEBYTECODE
-parallel=(-n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder)  # in the order of tests/conftest.py
+# half as many workers again as cores: ranks wait for each other, and as many as cores leave some idle
+workers=$(($(getconf _NPROCESSORS_ONLN) * 3 / 2))
+parallel=(-n "$((workers < 8 ? workers : 8))" --dist loadfile --no-loadscope-reorder)  # in the order of tests/conftest.py
 # a test that hangs fails after ten minutes, with the stacks of its threads, and its worker is replaced
 parallel+=(-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true)
 case "${1:-}" in

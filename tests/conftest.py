@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ranks import POOL
+from room_times import room_times
 
 torch.set_num_threads(1)
 for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric"):
@@ -106,3 +107,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_sessionfinish() -> None:
     POOL.close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    lines = room_times(report for reports in terminalreporter.stats.values() for report in reports)
+    if len(lines) > 2:  # of several rooms
+        terminalreporter.section("seconds and tests of each room")
+        terminalreporter.write("\n".join(lines) + "\n")

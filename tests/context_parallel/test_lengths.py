@@ -9,7 +9,7 @@ import pytest
 
 from context_parallel.runs import PAIR, Stream, same_steps, shared, steps
 from features.toys import Run, outcomes
-from sweeps import every
+from sweeps import dealt, every, swept
 from zoo import CASES
 
 LENGTHS = (9, 16, 9, 31, 2, 12)
@@ -23,7 +23,7 @@ def trained_on(case: str, lengths: tuple[int, ...], samples: int) -> Callable[[R
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("how", ["uniform", "zigzag", "makespan_min"])
+@pytest.mark.parametrize("how", dealt(__file__, ["uniform", "zigzag", "makespan_min"]))
 def test_lengths_that_change_with_every_batch_are_those_of_one_process(how: str) -> None:
     """Of an iterable dataset; ranks 0-2, so that few lengths divide."""
     layout = shared(3, cp_size=3, cp_distribution=how, cp_mode="ring")
@@ -32,7 +32,7 @@ def test_lengths_that_change_with_every_batch_are_those_of_one_process(how: str)
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("mode", ["allgather", "ring", "ulysses"])
+@pytest.mark.parametrize("mode", swept(["allgather", "ring", "ulysses"], "ring"))
 def test_sequences_shorter_than_the_number_of_ranks_are_those_of_one_process(mode: str) -> None:
     """Ranks 0-3, of which some have no token; one sample."""
     scenario = trained_on("llama_tied", (3, 2, 6), 1)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from features.toys import LANGUAGE, PIPE, VISION, WIDTH, Layout, Run, Toy, assert_same, outcomes
 from lightning_mm5d import Modality
+from sweeps import dealt
 
 TOGETHER = Layout(
     {"vision": Modality(colocate_with="language", **VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 2
@@ -83,7 +84,7 @@ def late_buffers(run: Run) -> list[Tensor]:
     return [buffer.clone() for _, buffer in module.named_buffers(recurse=False)]
 
 
-@pytest.mark.parametrize("layout", [PIPE, TOGETHER], ids=["pipe", "together"])
+@pytest.mark.parametrize("layout", dealt(__file__, [PIPE, TOGETHER]), ids=["pipe", "together"])
 def test_buffers_are_those_of_one_process(layout: Layout, tmp_path: Path) -> None:
     for outcome in outcomes(layout, buffers_in_files, late_buffers, folder=tmp_path, num_microbatches=1).values():
         assert_same(outcome.ranks[0], outcome.one)

@@ -39,14 +39,14 @@ from features.toys import (
     together,
 )
 from lightning_mm5d import ConfigError, Modality, RemoteParameterError
-from sweeps import swept
+from sweeps import dealt
 
 LAYOUTS = {"pair": PAIR, "pipe": PIPE, "twins": TWINS, "shared": SHARED}
 KINDS = (Late, Mixed, Copied)
 OTHERS = (loaded_early, resumed)
 
 
-@pytest.fixture(scope="module", params=swept(LAYOUTS, "pair", "shared"))
+@pytest.fixture(scope="module", params=dealt(__file__, LAYOUTS))
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     scenarios: list[Any] = [partial(trained, kind=kind) for kind in KINDS]
     for kind, scenario in zip(KINDS, scenarios, strict=True):

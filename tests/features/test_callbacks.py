@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 
 from features.toys import PIPE, TWINS, Outcome, Run, Toy, assert_same, figures, outcomes, weights
+from sweeps import dealt
 
 
 class Falling(Toy):
@@ -142,7 +143,7 @@ SCENARIOS = (
 )
 
 
-@pytest.fixture(scope="module", params=[PIPE, TWINS], ids=["pipe", "twins"])
+@pytest.fixture(scope="module", params=dealt(__file__, [PIPE, TWINS]), ids=["pipe", "twins"])
 def found(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return outcomes(request.param, *SCENARIOS, folder=tmp_path_factory.mktemp("callbacks"))
 

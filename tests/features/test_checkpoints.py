@@ -24,6 +24,7 @@ from features.toys import (
     weights,
 )
 from lightning_mm5d import Modality
+from sweeps import dealt
 
 
 class Adaptive(Toy):
@@ -112,7 +113,7 @@ def refused(run: Run) -> str:
 SCENARIOS = (uninterrupted, resumed, resumed_from_one_process, loaded_for_tests, resumed_after_unfreezing)
 
 
-@pytest.fixture(scope="module", params=[PIPE, TWINS], ids=["pipe", "twins"])
+@pytest.fixture(scope="module", params=dealt(__file__, [PIPE, TWINS]), ids=["pipe", "twins"])
 def found(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Outcome]]:
     folder = tmp_path_factory.mktemp("checkpoints")
     return folder, outcomes(request.param, *SCENARIOS, folder=folder)

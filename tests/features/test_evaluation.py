@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 from features.toys import PIPE, SHARED, TWINS, Layout, Outcome, Run, Toy, assert_same, figures, outcomes
 from lightning_mm5d.stage import is_placeholder
+from sweeps import dealt
 
 
 class Talkative(Toy):
@@ -96,7 +97,7 @@ SCENARIOS = (hooks, evaluated, predicted, predicted_unequally, predicted_of_two)
 LAYOUTS = [PIPE, TWINS, SHARED]
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=["pipe", "twins", "shared"])
+@pytest.fixture(scope="module", params=dealt(__file__, LAYOUTS), ids=["pipe", "twins", "shared"])
 def found(request: Any) -> tuple[Layout, dict[str, Outcome]]:
     return request.param, outcomes(request.param, *SCENARIOS)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from features.toys import LANGUAGE, TWINS, VISION, Decoder, Layout, Outcome, Run, Toy, assert_same, outcomes, weights
 from lightning_mm5d import Modality
+from sweeps import dealt
 
 FOUR = Layout({"vision": Modality(pp_size=2, **VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 4)
 
@@ -142,7 +143,7 @@ SCENARIOS: tuple[Callable[[Run], Any], ...] = (
 )
 
 
-@pytest.fixture(scope="module", params=[FOUR, TWINS], ids=["four", "twins"])
+@pytest.fixture(scope="module", params=dealt(__file__, [FOUR, TWINS]), ids=["four", "twins"])
 def found(request: Any) -> dict[str, Outcome]:
     """vision: ranks 0-1 as stages; language: ranks 2-3 as stages | vision: rank 0; language: ranks 1-2 as replicas"""
     return outcomes(request.param, *SCENARIOS, *([predicted] if request.param is FOUR else []))

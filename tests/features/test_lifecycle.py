@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from features.toys import PAIR, PIPE, TWINS, Layout, Run, Toy, alone, assert_same, figures, outcomes, together, weights
 from lightning_mm5d import MultimodalStrategy
 from lightning_mm5d.config.errors import ConfigError
+from sweeps import dealt
 
 
 class Adam(Toy):
@@ -78,7 +79,7 @@ def failed(run: Run) -> list[str]:
     return [saved, error(lambda: run.trainer().fit(module, run.training(16)))]
 
 
-@pytest.mark.parametrize("layout", [PIPE, TWINS], ids=["pipe", "twins"])
+@pytest.mark.parametrize("layout", dealt(__file__, [PIPE, TWINS]), ids=["pipe", "twins"])
 def test_a_trainer_saves_loads_and_reduces_after_fit(layout: Layout, tmp_path: Path) -> None:
     """vision: rank 0; language: ranks 1-2 as stages | as replicas"""
     for found in check_after_fit(layout, tmp_path):
@@ -231,7 +232,7 @@ def collected(run: Run) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("layout", [PIPE, TWINS], ids=["pipe", "twins"])
+@pytest.mark.parametrize("layout", dealt(__file__, [PIPE, TWINS]), ids=["pipe", "twins"])
 def test_nothing_of_a_run_is_left_once_its_module_and_trainer_are_dropped(layout: Layout) -> None:
     """A module that is left keeps its weights, and groups of ranks with their threads."""
     assert together(layout, collected) == [[]] * layout.world

@@ -25,6 +25,7 @@ from features.toys import (
     figures,
     together,
 )
+from sweeps import dealt
 
 
 class Loud(Toy):
@@ -83,7 +84,9 @@ def expected() -> dict[str, Any]:
     return alone(log_everything)
 
 
-@pytest.mark.parametrize("layout", [PAIR, PIPE, TWINS, SHARED], ids=["pair", "pipe", "twins", "shared"])
+@pytest.mark.parametrize(
+    "layout", dealt(__file__, [PAIR, PIPE, TWINS, SHARED], 2), ids=["pair", "pipe", "twins", "shared"]
+)
 def test_every_logged_value_is_that_of_one_process_on_every_rank(expected: dict[str, Any], layout: Layout) -> None:
     """vision: rank 0; language: rank 1 | vision, language in 2 stages | vision for 2 replicas | 2 replicas."""
     for got in together(layout, log_everything):

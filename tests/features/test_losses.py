@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from features.toys import PIPE, SHARED, TWINS, Outcome, Run, Samples, Toy, assert_same, figures, outcomes, weights
+from sweeps import dealt
 
 
 class DetachedLater(Toy):
@@ -109,7 +110,7 @@ SCENARIOS = (
 
 @pytest.fixture(
     scope="module",
-    params=[PIPE, TWINS, pytest.param(SHARED, marks=pytest.mark.exhaustive)],
+    params=dealt(__file__, [PIPE, TWINS, SHARED]),
     ids=["pipe", "twins", "shared"],
 )
 def found(request: Any) -> dict[str, Outcome]:

@@ -30,6 +30,7 @@ from features.toys import (
 )
 from lightning_mm5d import ConfigError, Modality
 from parity.harness import Batches
+from sweeps import dealt
 from zoo import CASES
 
 
@@ -132,7 +133,7 @@ SCENARIOS = (
 )
 
 
-@pytest.fixture(scope="module", params=[PIPE, TWINS], ids=["pipe", "twins"])
+@pytest.fixture(scope="module", params=dealt(__file__, [PIPE, TWINS]), ids=["pipe", "twins"])
 def found(request: Any) -> dict[str, Outcome]:
     return outcomes(request.param, *SCENARIOS)
 

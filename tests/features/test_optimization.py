@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from features.toys import PAIR, PIPE, TWINS, Layout, Outcome, Run, Toy, assert_same, figures, outcomes, weights
+from sweeps import dealt
 
 
 class Grouped(Toy):
@@ -148,7 +149,7 @@ SCENARIOS = (
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(PAIR, marks=pytest.mark.exhaustive), PIPE, TWINS],
+    params=dealt(__file__, [PAIR, PIPE, TWINS]),
     ids=["pair", "pipe", "twins"],
 )
 def found(request: Any) -> dict[str, Outcome]:

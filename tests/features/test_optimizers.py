@@ -9,6 +9,7 @@ import torch
 
 from features.toys import PIPE, SHARED, Outcome, Run, Toy, assert_same, outcomes, weights
 from lightning_mm5d.config.errors import ConfigError
+from sweeps import dealt
 
 BY_PARAMETER = ("Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 
@@ -73,7 +74,7 @@ def line_search(run: Run) -> Any:
     return _trained(run, lambda parameters: torch.optim.LBFGS(parameters, max_iter=4, line_search_fn="strong_wolfe"))
 
 
-@pytest.fixture(scope="module", params=[PIPE, SHARED], ids=["pipe", "shared"])
+@pytest.fixture(scope="module", params=dealt(__file__, [PIPE, SHARED]), ids=["pipe", "shared"])
 def found(request: Any) -> dict[str, Outcome]:
     """vision: rank 0, language: ranks 1-2 as stages; or two replicas of everything: ranks 0-1"""
     return outcomes(request.param, by_parameter, evaluates_again, over_all, line_search)

@@ -34,6 +34,7 @@ from features.toys import (
     weights,
 )
 from lightning_mm5d import Modality
+from sweeps import swept
 
 FOUR = Layout({"vision": Modality(pp_size=2, **VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 4)
 """vision: ranks 0-1 as stages; language: ranks 2-3 as stages"""
@@ -224,7 +225,7 @@ def trained(run: Run) -> Any:
     return found
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=swept(LAYOUTS, "twins", "four"))
 def found(request: Any) -> Any:
     return outcomes(LAYOUTS[request.param], trained, limit=240)["trained"]
 

@@ -10,6 +10,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from features.toys import PIPE, TWINS, Outcome, Run, Samples, Toy, assert_same, outcomes, weights
 from lightning_mm5d.stage import is_placeholder
+from sweeps import dealt
 
 
 class Singles(Samples):
@@ -130,7 +131,7 @@ TOLERANCES = {
 }
 
 
-@pytest.fixture(scope="module", params=[PIPE, TWINS], ids=["pipe", "twins"])
+@pytest.fixture(scope="module", params=dealt(__file__, [PIPE, TWINS]), ids=["pipe", "twins"])
 def found(request: Any) -> dict[str, Outcome]:
     return outcomes(request.param, *TOLERANCES)
 

@@ -1,13 +1,15 @@
 """Each cell of the table of ordinary uses is as it is written: equal to plain Lightning, refused, or known to differ.
 
-The default run holds each row in one column, chosen by a seed; `exhaustive` holds all cells. What changes on purpose is
-written anew by ``PYTHONPATH=tests .venv/bin/python -m ordinary.table``.
+The default run holds each row in one column: each section with one row in each layout of ranks, drawn by a seed, and
+its other rows on one process. `exhaustive` holds all cells. What changes on purpose is written anew by
+``PYTHONPATH=tests .venv/bin/python -m ordinary.table``.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import groupby
 
 import pytest
 
@@ -15,6 +17,7 @@ from ordinary.cells import COLUMNS, outcomes
 from ordinary.rows import USES
 from ordinary.table import BATCH, KINDS, PAGE, page, read
 from ranks import call_ranks
+from sweeps import SEED
 
 EXPECTED = read()
 assert call_ranks  # for the mark of tests that start processes
@@ -22,8 +25,11 @@ assert call_ranks  # for the mark of tests that start processes
 
 def _batches() -> list:
     """Names of a column's rows, `BATCH` a test: those of the seeded cover, and the others under `exhaustive`."""
-    chosen = random.Random(27)
-    cover = {name: chosen.choice(list(COLUMNS)) for name in EXPECTED}
+    cover = dict.fromkeys(EXPECTED, "one")
+    on_ranks = [column for column in COLUMNS if column != "one"]
+    for _, rows in groupby(EXPECTED, lambda name: USES[name].section):
+        names = list(rows)
+        cover |= zip(random.Random(SEED).sample(names, len(names)), on_ranks, strict=False)
     params = []
     for column in COLUMNS:
         for marks, names in (

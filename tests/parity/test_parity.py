@@ -2,14 +2,14 @@
 
 Each test trains a tiny model for two steps of SGD in float64 on the layout that its name says, and once on one
 process. In the layouts ``{e}`` stands for every encoder: "{e} | language pp 2" with vision and audio encoders is
-"vision: rank 0; audio: rank 1; language: ranks 2-3". The default run holds each layout with a quarter of the models
-(each model in two or three layouts), each model with one or two frozen parts, which rotate over models and layouts, and
-each layout of one modality with half of its models; `exhaustive` holds the rest of the product.
+"vision: rank 0; audio: rank 1; language: ranks 2-3". The default run holds each model and each layout, each frozen
+part in each layout, and what `--quick` runs (`sweeps.covering`); `exhaustive` holds the rest of the product.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import lightning as L
@@ -20,7 +20,7 @@ from compare import assert_equal_to_one_process, tolerance
 from lightning_mm5d import Modality
 from parity.harness import Recorder, fit, strategy
 from ranks import call_ranks
-from sweeps import every
+from sweeps import covering
 from zoo import CASES, apply_freeze
 
 MICROBATCHES = 4
@@ -125,7 +125,14 @@ def check(name: str, which: str, variant: str) -> None:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(("name", "which"), every(4, WITH_ENCODERS, ENCODER_LAYOUTS))
+@pytest.mark.parametrize(
+    ("name", "which"),
+    covering(
+        product(WITH_ENCODERS, ENCODER_LAYOUTS),
+        *((0,), (1,)),
+        kept=[("llava", "{e} pp 2 | language pp 2"), ("qwen2_5_omni_thinker", "{e} with language pp 2")],
+    ),
+)
 def test_layouts_with_encoders_equal_one_process(name: str, which: str) -> None:
     if layout(name, which)[2] > 1 and not CASES[name].mean_of_samples:
         # two replicas of a contrastive loss are another loss; that they train is what there is to see
@@ -135,7 +142,9 @@ def test_layouts_with_encoders_equal_one_process(name: str, which: str) -> None:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(("name", "which"), every(2, SINGLE, SINGLE_LAYOUTS))
+@pytest.mark.parametrize(
+    ("name", "which"), covering(product(SINGLE, SINGLE_LAYOUTS), (0,), (1,), kept=[("gpt2", "pp 2 dp 2")])
+)
 def test_layouts_of_one_modality_equal_one_process(name: str, which: str) -> None:
     check(name, which, "none")
 
@@ -143,12 +152,13 @@ def test_layouts_of_one_modality_equal_one_process(name: str, which: str) -> Non
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
     ("name", "variant", "which"),
-    [
-        pytest.param(name, *case.values, marks=case.marks)
-        for row, name in enumerate(WITH_ENCODERS)
-        for case in every(4, frozen_variants(name), FROZEN_LAYOUTS, offset=row)
-    ]
-    + [(name, variant, "pp 2") for name in SINGLE for variant in frozen_variants(name)],
+    covering(
+        [
+            *((name, *case) for name in WITH_ENCODERS for case in product(frozen_variants(name), FROZEN_LAYOUTS)),
+            *((name, variant, "pp 2") for name in SINGLE for variant in frozen_variants(name)),
+        ],
+        (1, 2),
+    ),
 )
 def test_frozen_parts_equal_one_process(name: str, variant: str, which: str) -> None:
     check(name, which, variant)

@@ -104,13 +104,19 @@ def test_more_adapters_of_one_modality_train_as_on_one_process() -> None:
 
 @pytest.mark.usefixtures("float64")
 def test_adapters_in_a_pipeline_train_as_on_one_process() -> None:
-    """language: ranks 0-1 and 2-3 as stages; then vision: ranks 0-1; language: ranks 2-3; then language with tp 3."""
+    """language: ranks 0-1 and 2-3 as stages; then vision: ranks 0-1; language: ranks 2-3."""
     check_all(
         4,
         lora("llama", {"language": {"pp_size": 2, **RING}}, schedule="zero_bubble"),
         lora("llava", {"vision": {"tp_size": 2}, "language": SHARDS}),
-        lora("llava", {"vision": {}, "language": {"tp_size": 3}}, schedule="zero_bubble"),
     )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("float64")
+def test_adapters_beside_three_shards_train_as_on_one_process() -> None:
+    """vision: rank 0; language: ranks 1-3, tensor parallel."""
+    check_all(4, lora("llava", {"vision": {}, "language": {"tp_size": 3}}, schedule="zero_bubble"))
 
 
 @pytest.mark.usefixtures("float64")

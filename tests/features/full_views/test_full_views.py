@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from features.toys import (
     outcomes,
     weights,
 )
-from lightning_mm5d import Modality
+from lightning_mm5d import Modality, TensorParallelPlan, register_tensor_parallel_plan
 from lightning_mm5d.features.full_views.full_states import partial_names
+from sweeps import SEED
 
 Use = Callable[[Toy], Any]
 
@@ -36,7 +38,6 @@ class Uses(Toy):
 
     def __init__(self, hook: str, use: Use) -> None:
         super().__init__(lr=0.5)
-        vars(self.decoder)["tp_plan"] = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
         self.hook, self.use = hook, use
         self.found: list[Any] = []
 
@@ -236,8 +237,7 @@ def used(run: Run, hook: str, use: Use) -> Any:
     return {"found": module.found, "weights": weights(module), "figures": figures(trainer)}
 
 
-def all_uses(run: Run) -> Any:
-    return {f"{use.__name__} in {hook}": used(run, hook, use) for hook, uses in USES.items() for use in uses}
+CASES = {f"{use.__name__} in {hook}": (hook, use) for hook, uses in USES.items() for use in uses}
 
 
 def zero(stage: int, **others: Any) -> dict[str, Modality]:
@@ -257,19 +257,31 @@ LAYOUTS = {
 }
 
 
-IN_CI = ("vision | zero 3", "tp 2, pp 2")
+SHUFFLED = random.Random(SEED).sample(list(CASES), len(CASES))
+IN_CI = {name: SHUFFLED[index :: len(LAYOUTS)] for index, name in enumerate(LAYOUTS)}
+"""each use in one layout; `exhaustive` holds all uses in all layouts"""
 
 
 @pytest.mark.parametrize(
-    "name", [one if one in IN_CI else pytest.param(one, marks=pytest.mark.exhaustive) for one in LAYOUTS]
+    ("name", "cases"),
+    [pytest.param(name, cases, id=name) for name, cases in IN_CI.items()]
+    + [pytest.param(name, [*CASES], id=f"{name}, all", marks=pytest.mark.exhaustive) for name in LAYOUTS],
 )
-def test_what_hooks_do_with_parameters_and_gradients_is_as_on_one_process(name: str, tmp_path: Path) -> None:
+def test_what_hooks_do_with_parameters_and_gradients_is_as_on_one_process(
+    name: str, cases: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vision: rank 0; language: rank 1, or ranks 1-2 | one modality: ranks 0-1, or ranks 0-3 as stages of two ranks."""
+    monkeypatch.setattr("lightning_mm5d.tensor_parallel.plan_lookup._REGISTERED", {})
+    register_tensor_parallel_plan("Layer", TensorParallelPlan(column={"up": ("width",)}, row={"down": ("width",)}))
+
+    def uses(run: Run) -> Any:
+        return {case: used(run, *CASES[case]) for case in cases}
+
     layout = LAYOUTS[name]
     assert partial_names(Run(layout).trainer().strategy.plan(Uses("", norms)))
     for folder in ("one", "ranks"):
         (tmp_path / folder).mkdir()
-    found = outcomes(layout, all_uses, folder=tmp_path, limit=300)["all_uses"]
+    found = outcomes(layout, uses, folder=tmp_path, limit=300)["uses"]
     for rank, got in enumerate(found.ranks):
         for case, one in found.one.items():
             assert_same(got[case]["found"], one["found"], where=f"rank {rank}: {case}")

@@ -36,6 +36,7 @@ from features.toys import (
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import RankMismatchError
 from ranks import run_ranks
+from sweeps import swept
 
 BOTH = Layout(
     {"vision": Modality(dp_size=2, **VISION), "language": Modality(dp_size=2, pp_size=2, **LANGUAGE)},
@@ -190,7 +191,7 @@ def forked_after_runs(run: Run) -> Any:
 WORK = (by_name, by_environment, in_workers, by_the_trainer, in_a_datamodule, outside, forked_after_runs)
 
 
-@pytest.mark.parametrize("layout", [PIPE, TWINS, BOTH], ids=["pipe", "twins", "both"])
+@pytest.mark.parametrize("layout", swept([PIPE, TWINS, BOTH], BOTH), ids=["pipe", "twins", "both"])
 def test_streams_that_shard_themselves_train_as_on_one_process(layout: Layout) -> None:
     """vision: rank 0; language: ranks 1-2, as stages or as replicas; or two replicas of three ranks each"""
     found = outcomes(layout, *WORK, limit=240)
