@@ -39,7 +39,7 @@ from torch import nn
 
 from lightning_mm5d.config.features import parts
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.partition.find import position
+from lightning_mm5d.partition.find import position, runs_between
 from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.partition.step_uses import Boundary, Found, StepUses
 
@@ -192,8 +192,8 @@ def share_again(kept: Kept) -> float:
 def units(root: nn.Module, found: Found) -> dict[str, tuple[Unit, ...]]:
     """Return the units of each modality: before its layers, each layer, after them.
 
-    Where a parameter is used before the layers and after them, it is in both units. A modality without a list of
-    layers has all in its first unit, and an empty one after it.
+    Where a parameter is used before the layers and after them, it is in both units, and in all where a loop over the
+    layers uses it. A modality without a list of layers has all in its first unit, and an empty one after it.
 
     Args:
         root: the LightningModule; the meta device will do.
@@ -204,8 +204,14 @@ def units(root: nn.Module, found: Found) -> dict[str, tuple[Unit, ...]]:
     rows: dict[str, list[dict[str, float]]] = {
         name: [{} for _ in range(len(parts.paths) + 2)] for name, parts in found.parts.items()
     }
-    around = cache(partial(position, root))
+    around, between = cache(partial(position, root)), cache(partial(runs_between, root))
     memo: dict[str, list[tuple[str, list[int]]]] = {}
+
+    def all_of(name: str, full: str) -> list[int]:
+        """All units of a modality, where its code uses `full` between layers: any stage may begin or end there."""
+        layers = found.layers[name] if found.parts[name].uses is None else None
+        return [] if layers is None or not between(_parted(full, layers), layers) else list(range(len(rows[name])))
+
     for full, cost, lookup in _costs(root, frozenset(path for path in found.layers.values() if path)):
         # whatever a leaf module holds stays together, so its parameters are placed once; not what is held by modules
         # that hold layers too
@@ -213,7 +219,8 @@ def units(root: nn.Module, found: Found) -> dict[str, tuple[Unit, ...]]:
         if any(parts.holds(holder) for parts in found.parts.values()):
             holder = full
         if holder not in memo:
-            memo[holder] = _place(full, found, owned, around)
+            placed = _place(full, found, owned, around)
+            memo[holder] = [(name, all_of(name, full) or places) for name, places in placed]
         for name, places in memo[holder]:
             for place in places:
                 # a table that is looked up before the layers is a head where it is used again after them

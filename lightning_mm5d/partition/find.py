@@ -30,6 +30,7 @@ from lightning_mm5d.partition.parts import (
     Parts,
     has_module,
     has_no_forward,
+    is_in,
     is_mentioned,
     is_metric,
     joined,
@@ -39,7 +40,7 @@ from lightning_mm5d.partition.parts import (
     resolve,
 )
 from lightning_mm5d.partition.step_uses import Boundary, Encoder, Found, StepUses, cut_language, named_decoders
-from lightning_mm5d.source.order import accesses
+from lightning_mm5d.source.order import accessed_between, accesses
 from lightning_mm5d.source.trees import method_of
 
 _GETTERS = {"get_image_features": "vision", "get_video_features": "vision", "get_audio_features": "audio"}
@@ -345,31 +346,49 @@ def position(root: nn.Module, path: str, layers: str) -> tuple[bool, bool]:
     Returns:
         ``(before, after)``; by registration order where the code does not say.
     """
+    ancestor, mine, (its, *_), methods = _parting(root, path, layers)
+    if mine == its:
+        return True, False
+    for method in methods:
+        heads = [item.split(".")[0] for item in accesses(ancestor, method)]
+        if mine not in heads or its not in heads:
+            continue
+        first = heads.index(its)
+        last = len(heads) - 1 - heads[::-1].index(its)
+        before, after = mine in heads[:first], mine in heads[last + 1 :]
+        if before or after:
+            return before, after
+    registered = [*ancestor._parameters, *ancestor._modules]
+    if mine not in registered or its not in registered:
+        return True, False
+    # direct parameters come first in a state dict but may be used anywhere: before the layers is the usual place
+    before = registered.index(mine) < registered.index(its)
+    return before, not before
+
+
+def runs_between(root: nn.Module, path: str, layers: str) -> bool:
+    """Return whether a loop over the list of layers uses `path` to make what it calls layers with.
+
+    Args:
+        root: the LightningModule.
+        path: dotted path of a module or parameter.
+        layers: dotted path of the list.
+    """
+    ancestor, mine, its, methods = _parting(root, path, layers)
+    touched = (item for method in methods for item in accessed_between(ancestor, method, ".".join(its)))
+    return mine != its[0] and any(is_in(item, mine) for item in touched)
+
+
+def _parting(root: nn.Module, path: str, layers: str) -> tuple[nn.Module, str, list[str], tuple[str, ...]]:
+    """The module where two paths part, its name for what leads to `path`, its names down to `layers`, its methods."""
     one, other = path.split("."), layers.split(".")
     depth = 0
     while depth < min(len(one), len(other)) - 1 and one[depth] == other[depth]:
         depth += 1
     while depth and not has_module(root, ".".join(one[:depth])):
         depth -= 1
-    if one[depth] == other[depth]:
-        return True, False
-    ancestor = root.get_submodule(".".join(one[:depth]))
     methods = _STEPS if depth == 0 else (*_GETTERS, "forward")
-    for method in methods:
-        heads = [item.split(".")[0] for item in accesses(ancestor, method)]
-        if one[depth] not in heads or other[depth] not in heads:
-            continue
-        first = heads.index(other[depth])
-        last = len(heads) - 1 - heads[::-1].index(other[depth])
-        before, after = one[depth] in heads[:first], one[depth] in heads[last + 1 :]
-        if before or after:
-            return before, after
-    registered = [*ancestor._parameters, *ancestor._modules]
-    if one[depth] not in registered or other[depth] not in registered:
-        return True, False
-    # direct parameters come first in a state dict but may be used anywhere: before the layers is the usual place
-    before = registered.index(one[depth]) < registered.index(other[depth])
-    return before, not before
+    return root.get_submodule(".".join(one[:depth])), one[depth], other[depth:], methods
 
 
 def _longest_lists(root: nn.Module, within: tuple[str, ...], without: tuple[str, ...] | list[str] = ()) -> list[str]:

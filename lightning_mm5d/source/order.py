@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import FunctionType
 
 from torch import nn
@@ -45,6 +46,35 @@ def accesses(module: nn.Module, *methods: str) -> list[str]:
     return [path for one in functions if one is not None for path in _Reader(module, (one,)).read()]
 
 
+def accessed_between(module: nn.Module, method: str, members: str) -> set[str]:
+    """Return what a method touches to make the inputs of modules that it calls in a loop, and in their calls.
+
+    Args:
+        module: the module whose code is read.
+        method: name of its method.
+        members: path of the list that these modules are in, relative to `module`.
+
+    Returns:
+        Paths as of `accesses`; not of what a loop only computes from the results of its calls.
+    """
+    function, found = method_of(type(module), method), set[str]()
+    if function is None:
+        return found
+    reader = _Reader(module, (function,))
+    reader.read()
+    for loop in reader.loops:
+        holders = [one for one in loop if any(f"{path}.".startswith(f"{members}.") for path in one.touched)]
+        names = {name for one in holders for name in one.bound}
+        makers = [one for one in loop if one in holders or not names.isdisjoint(one.read)]
+        count = 0
+        while len(makers) > count:
+            count = len(makers)
+            inputs = {name for one in makers for name in one.read}
+            makers += [one for one in loop if one not in makers and not inputs.isdisjoint(one.written)]
+        found.update(path for one in makers for path in one.touched)
+    return found
+
+
 def calls(module: nn.Module, *methods: str) -> list[str]:
     """Return the submodules that `methods` of `module` call, in evaluation order; arguments as of `accesses`."""
     functions = [method_of(type(module), name) for name in methods]
@@ -61,6 +91,23 @@ def is_followed(function: FunctionType) -> bool:
     return not function.__module__.startswith(_NOT_FOLLOWED)
 
 
+@dataclass(frozen=True, eq=False)
+class _Statement:
+    """What a statement of a loop does.
+
+    Attributes:
+        written: the local names that it writes.
+        bound: those of them that stand for what it touches.
+        read: the local names that it reads.
+        touched: paths of what it touches of the module.
+    """
+
+    written: frozenset[str]
+    bound: frozenset[str]
+    read: frozenset[str]
+    touched: tuple[str, ...]
+
+
 class _Reader:
     """Walks one function's syntax tree; `trail` is the chain of functions that led here, against recursion."""
 
@@ -68,7 +115,9 @@ class _Reader:
         self._module, self._trail = module, trail
         self._found: list[str] = []
         self._local: dict[str, list[str]] = {}  # names after ``self`` of what a local name stands for
+        self._statements: list[_Statement] = []  # of the loop that is read
         self.called: set[str] = set()
+        self.loops: list[list[_Statement]] = []
 
     def read(self) -> list[str]:
         tree = tree_of(self._trail[-1])
@@ -93,7 +142,14 @@ class _Reader:
         elif isinstance(node, ast.Name):
             if node.id in self._local:
                 self._touch(self._local[node.id])
-        elif isinstance(node, (ast.For, ast.comprehension)):
+        elif isinstance(node, ast.For):
+            outer, self._statements = self._statements, []
+            self._visit_noted(node.iter, node.target)
+            for child in _rest(node, "iter"):
+                self._visit_noted(child)
+            self.loops.append(self._statements)
+            self._statements = outer + self._statements
+        elif isinstance(node, ast.comprehension):
             self._visit(node.iter)
             for child in _rest(node, "iter"):
                 self._visit(child)
@@ -104,6 +160,29 @@ class _Reader:
         else:
             for child in ast.iter_child_nodes(node):
                 self._visit(child)
+
+    def _visit_noted(self, node: ast.AST, target: ast.AST | None = None) -> None:
+        """Visit a statement of a loop, or what the loop runs over, and note what it does."""
+        start, binds, value = len(self._found), True, node
+        if isinstance(node, (ast.If, ast.With, ast.Try, ast.ExceptHandler, ast.withitem)):
+            for child in ast.iter_child_nodes(node):
+                self._visit_noted(child)
+            return
+        self._visit(node)
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value is not None:
+            target, value = node.targets[0] if isinstance(node, ast.Assign) else node.target, node.value
+            binds = not isinstance(value, ast.Call)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            target, value, binds = node.value.func, node.value, False  # a method may write to its object
+        elif isinstance(target, ast.Tuple) and _is_call_of(node, "enumerate"):
+            target = target.elts[-1]
+        if target is not None:
+            written, read = (self._names_in(one) for one in (target, value))
+            touched = tuple(self._found[start:])
+            self._statements.append(_Statement(written, written if binds else frozenset(), read, touched))
+
+    def _names_in(self, node: ast.AST) -> frozenset[str]:
+        return frozenset(one.id for one in ast.walk(node) if isinstance(one, ast.Name)) - {self._self}
 
     def _visit_assignment(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) -> None:
         """Visit what is assigned; a module that gets a local name is touched where that is used."""
@@ -181,7 +260,12 @@ class _Reader:
         if is_followed(function):
             reader = _Reader(self._module, (*self._trail, function))
             self._found += reader.read()
+            self.loops += reader.loops
             self.called |= reader.called
+
+
+def _is_call_of(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
 
 
 def _rest(node: ast.AST, field: str) -> Iterator[ast.AST]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lightning as L
 import pytest
+import torch
 from torch import Tensor, nn
 
 from cuts import HEAD, LAYER, by_offsets, cut, llama, llava, train_only
@@ -59,6 +60,33 @@ def test_layers_without_parameters_are_dealt_out_too() -> None:
             return batch.sum()
 
     assert sizes(Deep(), language=Modality(pp_size=3)) == {"language": [3, 3, 1]}
+
+
+class Gated(L.LightningModule):
+    """Norms and gates between the layers, and a norm of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.GELU()) for _ in range(4))
+        self.norms = nn.ModuleList(nn.LayerNorm(2) for _ in range(4))
+        self.gates = nn.Parameter(torch.ones(4))
+        self.norm = nn.LayerNorm(2)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for index, (norm, layer) in enumerate(zip(self.norms, self.layers, strict=True)):
+            batch = batch + self.gates[index] * layer(norm(batch))
+        return self.norm(batch).sum()
+
+
+def test_what_runs_between_layers_is_on_every_stage() -> None:
+    owners = cut(Gated(), language=Modality(pp_size=2)).owners
+    both = ("language.0", "language.1")
+    assert {name: owners[name] for name in ("gates", "norms.0.weight", "norms.3.bias", "norm.weight")} == {
+        "gates": both,
+        "norms.0.weight": both,
+        "norms.3.bias": both,
+        "norm.weight": both[1:],
+    }
 
 
 def test_more_stages_than_layers_are_refused_as_before() -> None:

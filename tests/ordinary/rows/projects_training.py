@@ -7,9 +7,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from features.toys import Samples
+from features.toys import WIDTH, Decoder, Samples
 from ordinary.rows.projects import OWN, SECTION
 from ordinary.uses import Ordinary, Run, fitted, row
+
+# --- models ---
+
+
+class Mixing(Decoder):
+    """Norms, scales, a residual and tokens' values between the layers, as in nanochat and its kin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        count = len(self.layers)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(count))
+        self.scales = nn.Parameter(torch.tensor([[1.0, 0.1]] * count))
+        self.values = nn.ModuleDict({str(index): nn.Embedding(16, WIDTH) for index in range(1, count, 2)})
+
+    def forward(self, tokens: Tensor, features: Tensor) -> Tensor:
+        hidden = first = self.embedding(tokens) + features.unsqueeze(1)
+        for index, (norm, layer) in enumerate(zip(self.norms, self.layers, strict=True)):
+            hidden = self.scales[index, 0] * hidden + self.scales[index, 1] * first
+            if str(index) in self.values:
+                hidden = hidden + self.values[str(index)](tokens)
+            hidden = hidden + 0.5 * layer(norm(hidden))
+        return self.head(self.norm(hidden).mean(dim=1))
+
+
+@row(SECTION, "scales, norms and embeddings between layers: `x = s[i, 0] * x + s[i, 1] * x0`, `x = x + layer(norm(x))`")
+class Mixed(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.decoder = Mixing().double()
+
 
 # --- optimizers ---
 
