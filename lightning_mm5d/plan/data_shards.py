@@ -225,7 +225,7 @@ class DataShards:
 
 
 def _cut(shape: Sequence[int], size: int, number: int, *, rests_own: bool) -> tuple[int, tuple[Range, ...]] | None:
-    """Return the dim along which `size` ranks share a tensor, and the rows of each rank; None where no dim is long enough.
+    """Return the dim along which `size` ranks share a tensor, and the rows of each; None where no dim is long enough.
 
     Rows are contiguous in memory along the first dim, so it is taken where its shares are about even. Which ranks get a
     row more depends on the parameter's `number`, so that no rank gets all of them. Where rows are all that a rank has
