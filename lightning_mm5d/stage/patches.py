@@ -32,7 +32,7 @@ from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.deferred import Deferred, DeferredProducts, deferred_linear, defers, is_linear
 from lightning_mm5d.stage.layer_results import LayerResults, hidden_of
 from lightning_mm5d.stage.payload import tensors_in
-from lightning_mm5d.stage.remote import ShapeMemory
+from lightning_mm5d.stage.remote import ShapeMemory, is_hooked, shown_stand_ins
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.tensor_parallel.region import linear
 
@@ -245,6 +245,9 @@ class Patches(Removable):
                     result = original(*args, **kwargs)
                 return run.leaves(modality, at, result)
             args, kwargs = arrived
+            if cut is None and is_hooked(layer):
+                with dry_run(self._runtime.groups), shown_stand_ins(layer):
+                    original(*args, **kwargs)
             known = run.skip(modality, index, args, kwargs)
             result = results.of(layer, original, args, kwargs, known)
             return run.passed(modality, index, result, known, hidden_of(args, kwargs))

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_mm5d.config.errors import private
+from lightning_mm5d.config.errors import RemoteParameterError, private
 from lightning_mm5d.data.random_state import CPU, kept_random_state
 from lightning_mm5d.sharded.remote_value import (
     Guard,
@@ -33,6 +33,8 @@ from lightning_mm5d.sharded.remote_value import (
 from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.stage.payload import Packer, map_tensors, rebuild, tensors_in
 from lightning_mm5d.stage.taint import mark_dependent
+
+_FRAMEWORKS = ("lightning_mm5d.", "torch.", "lightning.", "pytorch_lightning.", "transformers.")
 
 
 def is_placeholder(tensor: Tensor) -> bool:
@@ -86,9 +88,43 @@ def unhooked(module: nn.Module) -> Iterator[None]:
         yield
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether modules inside of `module` have forward hooks of the user: neither ours nor of a framework."""
+    return any(
+        not _is_of(_FRAMEWORKS, hook)
+        for part in module.modules()
+        for hook in private(part, "_forward_hooks").values()
+        if part is not module
+    )
+
+
+@contextmanager
+def shown_stand_ins(module: nn.Module) -> Iterator[None]:
+    """Enter around a run of `module` on stand-ins: hooks in it that read a number for themselves go on without."""
+
+    def lenient(hook: Callable) -> Callable:
+        @wraps(hook)  # so that it counts as the user's
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with suppress(RemoteParameterError):
+                return hook(*args, **kwargs)
+
+        return hook if _is_ours(hook) else call
+
+    with ExitStack() as stack:
+        for part in module.modules():
+            if hooks := private(part, "_forward_hooks"):
+                shown = OrderedDict((key, lenient(hook)) for key, hook in hooks.items())
+                stack.callback(put(part, "_forward_hooks", shown))
+        yield
+
+
 def _is_ours(hook: Any) -> bool:
+    return _is_of("lightning_mm5d.", hook)
+
+
+def _is_of(packages: str | tuple[str, ...], hook: Any) -> bool:
     function = hook.func if isinstance(hook, partial) else hook
-    return getattr(function, "__module__", "").startswith("lightning_mm5d.")
+    return str(getattr(function, "__module__", "")).startswith(packages)
 
 
 class ShapeMemory:

@@ -41,6 +41,7 @@ from lightning_mm5d.sharded.remote_value import Origin, is_remote, marked
 from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.stage.layer_results import LayerCall, hidden_of, hidden_path, place_in
 from lightning_mm5d.stage.payload import Packer, Path, Payload, arguments, copies, put, rebuild, tensors_in, unsharded
+from lightning_mm5d.stage.remote import is_hooked, shown_stand_ins
 from lightning_mm5d.stage.runtime import Runtime, check_used
 from lightning_mm5d.stage.step_writes import StepWrites, Tail
 from lightning_mm5d.stage.taint import Call, mark_dependent, mark_stand_in, must_travel, traced
@@ -309,23 +310,18 @@ class Run:
                     f"{name} is called {index + 1} times in stage {self.stage.name}, and the stage that computes it "
                     f"called it {len(results)} times: what the step does must not depend on the stage"
                 )
+            owns = map(self._runtime.root.get_submodule, self._runtime.partition.encoders[modality].owns)
+            if any(isinstance(one, nn.Module) and is_hooked(one) for one in owns):
+                # hooks keep stand-ins, so that the step finds nothing that they kept of another batch
+                with shown_stand_ins(self._runtime.root):
+                    self._called(name, modality, original, args, kwargs)
             self.writes.skipped(name)
             return self._taps.result(call, copies(results[index]), own=modality in self.stage.must_use)
         cut = self.stage.cuts.get(modality)
         if cut is not None:
             self._resume()
         outside = frozenset(self._inside)
-        self._inside.append(modality)
-        try:
-            # what is compiled expects no stand-ins
-            eager = nullcontext() if cut is not None else torch.compiler.set_stance("force_eager")
-            with eager, self.writes.noted(name, self._runtime.path_of(name)):
-                result = original(*args, **kwargs)
-        except Exception:
-            self._fails_inside = cut is not None
-            raise
-        finally:
-            self._inside.pop()
+        result = self._called(name, modality, original, args, kwargs)
         if cut is not None and self._runtime.partition.encoders[modality].runs_after:
             result = unsharded(self._runtime.read_fields(name, result))
         if cut is not None and cut.index == self._runtime.last_stage(modality):
@@ -334,6 +330,21 @@ class Run:
         if cut is not None and self._trace is not None:
             self._trace.needs(self._runtime.read_fields(name, result))
         return self._taps.result(call, result, own=False)
+
+    def _called(self, name: str, modality: str, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call the boundary `name`; in a stage that does not compute it, on stand-ins, which hooks in it see."""
+        here = modality in self.stage.cuts
+        self._inside.append(modality)
+        try:
+            # what is compiled expects no stand-ins
+            eager = nullcontext() if here else torch.compiler.set_stance("force_eager")
+            with eager, self.writes.noted(name, self._runtime.path_of(name)):
+                return original(*args, **kwargs)
+        except Exception:
+            self._fails_inside = here
+            raise
+        finally:
+            self._inside.pop()
 
     def turn(self, modality: str, layers: Sequence[int], args: tuple, kwargs: dict[str, Any]) -> int:
         """Return which of `layers`, the calls of one module, is being made."""

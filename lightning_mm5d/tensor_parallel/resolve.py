@@ -347,6 +347,9 @@ class _Resolver:
     def _divide(self, name: str, shard: Shard, group: str) -> None:
         owner, _, attribute = name.rpartition(".")
         tensor = getattr(self._root.get_submodule(owner), attribute)
+        if id(tensor) not in self._names:
+            rule = "Tensor parallel ranks share parameters, and this is computed from others (a weight norm, say)"
+            raise ConfigError(name, "a tensor that is no parameter", rule, "Leave that out there, or use tp_size=1")
         for alias in self._names[id(tensor)]:
             self._groups[alias] = group
             if self._shards.setdefault(alias, shard) != shard:

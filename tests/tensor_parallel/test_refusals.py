@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelPruning
+from torch.nn.utils import parametrizations
 
 from features.refusals.test_own_norms import REFUSALS
 from lightning_mm5d import ConfigError, Modality
@@ -30,6 +31,14 @@ def plan_of(module: L.LightningModule) -> Any:
 def test_a_callback_that_needs_whole_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match="full parameters"):
         REFUSALS.check_callbacks([ModelPruning("l1_unstructured")], plan_of(build("llama_tied")))
+
+
+@pytest.mark.parametrize("parametrized", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_a_weight_that_a_parametrization_computes_is_refused_by_name(parametrized: Any) -> None:
+    module = build("llama_tied")
+    parametrized(module.model.get_submodule("model.layers.0.mlp.up_proj"))
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.up_proj\.weight: got .*no parameter.*tp_size=1"):
+        plan_of(module)
 
 
 def test_a_wrong_type_of_sequence_parallel_is_refused() -> None:

@@ -43,6 +43,50 @@ class Mixed(Ordinary):
             self.decoder = Mixing().double()
 
 
+class Hooked(Ordinary):
+    """A forward hook on each linear layer of the encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = {
+            name: torch.empty(0, dtype=torch.float64)
+            for name, module in self.encoder.named_modules()
+            if isinstance(module, nn.Linear)
+        }
+        for name in self.features:
+            self.encoder.get_submodule(name).register_forward_hook(self.keep(name))
+
+    def keep(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, result: Tensor) -> None:
+            self.features[name] = result
+
+        return hook
+
+
+@row(SECTION, "a penalty on features that forward hooks keep of the encoder: `self.features[name] = output`")
+class Extractor(Hooked):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        penalty = sum(features.pow(2).sum() for features in self.features.values()) / len(batch["label"])
+        self.log("penalty", penalty, sync_dist=True)
+        return loss + 0.01 * penalty
+
+
+@row(
+    SECTION,
+    "forward hooks count dims of what layers of the encoder give, in a dict, read in `on_train_epoch_end`",
+)
+class Dims(Hooked):
+    def keep(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, result: Tensor) -> None:
+            self.features[name] = result.ndim
+
+        return hook
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append(dict(self.features))
+
+
 # --- optimizers ---
 
 
