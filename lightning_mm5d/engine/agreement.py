@@ -25,6 +25,7 @@ import torch.distributed as dist
 from lightning_mm5d.config.errors import RankLostError, RankMismatchError
 
 _LONGEST_PAUSE_S = 0.25  # between two looks at who has come
+_GROWTH = 1.25  # of pauses, so that a wait ends a quarter later than it could, at most
 _GRACE_S = 5.0  # for all ranks to read a difference
 _COMES_S = 8.0  # for further ranks to come after one shows; rank 0 may have waited for the readers of an earlier one
 _NOTICE_S = 60.0  # until a rank says whom it waits for
@@ -89,7 +90,7 @@ class Agreement:
             if store.add("come", 0) >= self._world_size and store.check(keys):
                 return dict(enumerate(value.decode() for value in store.multi_get(keys)))
             now = time.monotonic()
-            if pause < _LONGEST_PAUSE_S and now < end:
+            if now - begin < _LONGEST_PAUSE_S and now < end:
                 time.sleep(pause)
                 continue
             found = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
@@ -123,9 +124,10 @@ class Agreement:
 
 def pauses() -> Iterator[float]:
     """Yield the seconds between looks at the store; a wait of its own would print a warning whenever it ends."""
-    yield from (0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.12)
+    pause = 0.001
     while True:
-        yield _LONGEST_PAUSE_S
+        yield pause
+        pause = min(_LONGEST_PAUSE_S, _GROWTH * pause)
 
 
 def differences(statements: Mapping[int, Mapping[str, Any]]) -> str:
