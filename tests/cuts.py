@@ -37,4 +37,4 @@ def train_only(module: nn.Module, *words: str) -> None:
 
 
 def by_offsets(*offsets: int) -> Modality:
-    return Modality(pipeline_template=PipelineTemplate(offsets=list(offsets)))
+    return Modality(pipeline={"pipeline_template": PipelineTemplate(offsets=list(offsets))})

@@ -146,13 +146,13 @@ def train(
     stages = {"vision": Modality(module="encoder"), "language": Modality(pp_size=max(devices * nodes - 1, 1))}
     pipelines = {
         "vision": Modality(module="encoder", colocate_with="language.0"),
-        "language": Modality(pipelines={"min": 3}),
+        "language": Modality(pipeline={"pipelines": {"min": 3}}),
     }
     strategies: dict[str, Any] = {
         "one": "auto",
-        "stages": MultimodalStrategy(modalities=stages, num_microbatches=2),
+        "stages": MultimodalStrategy(modalities=stages, batching={"num_microbatches": 2}),
         "replicas": MultimodalStrategy(),
-        "pipelines": MultimodalStrategy(modalities=pipelines, num_microbatches=2 * BATCH),
+        "pipelines": MultimodalStrategy(modalities=pipelines, batching={"num_microbatches": 2 * BATCH}),
     }
     has_replicas = kind in ("replicas", "pipelines")
     size = 2 * BATCH if kind == "pipelines" else BATCH

@@ -78,9 +78,7 @@ def modalities_of(name: str, shared: Shared, degree: int) -> dict[str, Modality]
         is_encoder = place < len(shared.modalities) - 1
         by_items = is_encoder and turn % 4 == 3
         found[modality] = Modality(
-            cp_size=degree,
-            cp_mode="items" if by_items else mode,  # type: ignore[arg-type]
-            cp_distribution=how,  # type: ignore[arg-type]
+            cp_size=degree, context={"cp_mode": "items" if by_items else mode, "cp_distribution": how}
         )
     return found
 

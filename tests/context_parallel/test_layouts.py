@@ -257,7 +257,7 @@ def sizes_of_rings(rank: int) -> set[tuple[int, ...]]:
 
     with patch.object(attention, "Ring", noted):
         for inner in (None, 2, 4):
-            language = Modality(cp_size=4, cp_mode="ring", inner_ring_size=inner)
+            language = Modality(cp_size=4, context={"cp_mode": "ring", "inner_ring_size": inner})
             fit(build("llama_tied"), batches_of("llama_tied", 1), strategy({"language": language}), 4)
     return seen
 

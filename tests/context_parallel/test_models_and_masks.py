@@ -61,7 +61,7 @@ def test_packed_documents_are_those_of_one_process(name: str, how: str) -> None:
         batches = [documents(5, 9, 4, samples=2, seed=0), documents(12, 1, 3, 8, samples=2, seed=1)]
         return steps(run, module, batches)
 
-    modalities = {"language": Modality(cp_size=2, cp_distribution=how)}
+    modalities = {"language": Modality(cp_size=2, context={"cp_distribution": how})}
     if name == "qwen2_vl":
         modalities = {"vision": Modality(colocate_with="language"), **modalities}
     same_steps(outcomes(Layout(modalities, 2), scenario, num_microbatches=1)["scenario"])

@@ -98,7 +98,7 @@ def test_words_that_mean_nothing_are_refused_with_their_path(fields: dict[str, A
     ids=str,
 )
 def test_words_that_fit_are_taken(fields: dict[str, Any]) -> None:
-    strategy({"vision": Modality(cp_size=2, cp_mode="items"), "language": Modality(**fields)})
+    strategy({"vision": Modality(cp_size=2, context={"cp_mode": "items"}), "language": Modality(**fields)})
 
 
 def test_sizes_that_do_not_fit_the_ranks_are_refused() -> None:

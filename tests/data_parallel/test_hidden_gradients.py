@@ -68,7 +68,10 @@ def test_gradients_change_between_batches_of_an_accumulation_as_on_one_process()
     def on_rank(rank: int) -> Any:
         found = []
         for stage in (1, 2):
-            run = Run(Layout({"model": Modality(dp_size=2, zero_stage=stage)}, 2, 2), {"num_microbatches": stage})
+            run = Run(
+                Layout({"model": Modality(dp_size=2, sharding={"zero_stage": stage})}, 2, 2),
+                {"num_microbatches": stage},
+            )
             found.append([trained(run, change) for change in CHANGES])
         return found
 
@@ -95,7 +98,7 @@ def added(run: Run) -> Any:
 ALL = {"colocate_with": "language", **VISION}
 ADDING = {
     "replicas": (Layout(None, 2, 2), {}),
-    "rows": (Layout({"model": Modality(zero_stage=3)}, 2, 2), {}),
+    "rows": (Layout({"model": Modality(sharding={"zero_stage": 3})}, 2, 2), {}),
     "encoder on both stages": (
         Layout(
             {"vision": Modality(colocate_with="language", **VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 2

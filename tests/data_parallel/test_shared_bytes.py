@@ -65,7 +65,7 @@ def counted(run: Run) -> tuple[int, int]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_step_sends_each_parameter_and_each_gradient_once(stage: int) -> None:
-    layout = Layout({"language": Modality(zero_stage=stage, module="layers")}, 2, 2)
+    layout = Layout({"language": Modality(sharding={"zero_stage": stage}, module="layers")}, 2, 2)
     whole = sum(parameter.nbytes for parameter in Square().parameters())
     for sent, state in together(layout, counted, num_microbatches=1):
         theory = BATCHES * 2 * whole / 2  # gradients are scattered and rows gathered, each (n - 1) / n of all

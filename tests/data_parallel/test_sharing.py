@@ -102,7 +102,7 @@ LAYOUTS = {
     "vision | language gathered by layer, dp 2": Layout(
         {
             "vision": Modality(dp_size=1, **VISION),  # whose rank shares nothing
-            "language": Modality(dp_size=2, zero_stage=3, reshard_after_forward=True, **LANGUAGE),
+            "language": Modality(dp_size=2, sharding={"zero_stage": 3, "reshard_after_forward": True}, **LANGUAGE),
         },
         3,
         2,

@@ -26,23 +26,27 @@ LAYOUTS: dict[str, tuple[str, dict[str, Modality], dict[str, Any]]] = {
     "encoder | language": ("llava", {"vision": Modality(), "language": Modality()}, {"num_microbatches": 2}),
     "recomputed": (
         "llava",
-        {"vision": Modality(), "language": Modality(activation_checkpointing="full")},
+        {"vision": Modality(), "language": Modality(memory={"activation_checkpointing": "full"})},
         {"num_microbatches": 2},
     ),
     "zero bubble": ("llama", {"language": Modality(pp_size=2)}, {"schedule": "zbv", "num_microbatches": 4}),
-    "tp": ("llama", {"language": Modality(tp_size=2, sequence_parallel=True)}, {"num_microbatches": 2}),
+    "tp": ("llama", {"language": Modality(tp_size=2, tensor={"sequence_parallel": True})}, {"num_microbatches": 2}),
     "cp, recomputed": (
         "llama",
-        {"language": Modality(cp_size=2, activation_checkpointing="full")},
+        {"language": Modality(cp_size=2, memory={"activation_checkpointing": "full"})},
         {"num_microbatches": 2},
     ),
-    "rows": ("llama", {"language": Modality(dp_size=2, zero_stage=3)}, {"num_microbatches": 2}),
+    "rows": ("llama", {"language": Modality(dp_size=2, sharding={"zero_stage": 3})}, {"num_microbatches": 2}),
     "rows, recomputed": (
         "llama",
-        {"language": Modality(dp_size=2, zero_stage=3, activation_checkpointing="full")},
+        {"language": Modality(dp_size=2, sharding={"zero_stage": 3}, memory={"activation_checkpointing": "full"})},
         {"num_microbatches": 2},
     ),
-    "offloaded": ("llama", {"language": Modality(pp_size=2, offload="activations")}, {"num_microbatches": 2}),
+    "offloaded": (
+        "llama",
+        {"language": Modality(pp_size=2, memory={"offload": "activations"})},
+        {"num_microbatches": 2},
+    ),
 }
 
 

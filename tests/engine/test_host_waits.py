@@ -24,14 +24,14 @@ from zoo import CASES
 from zoo.case import pad_right
 
 SPLIT = {"vision": Modality(), "language": Modality()}
-RECOMPUTED = {"vision": Modality(), "language": Modality(activation_checkpointing="full")}
+RECOMPUTED = {"vision": Modality(), "language": Modality(memory={"activation_checkpointing": "full"})}
 LAYOUTS: dict[str, tuple[str, dict[str, Modality], dict[str, Any]]] = {
     "encoder | language": ("llava", SPLIT, {"loss_weight": "tokens"}),
     "recomputed": ("llava", RECOMPUTED, {"schedule": "gpipe"}),
     "zero bubble": ("llama", {"language": Modality(pp_size=2)}, {"schedule": "zbv"}),
-    "interleaved": ("llama", {"language": Modality(pp_size=2, pp_chunks=2)}, {"schedule": "interleaved"}),
+    "interleaved": ("llama", {"language": Modality(pp_size=2, pipeline={"pp_chunks": 2})}, {"schedule": "interleaved"}),
     "tp": ("llama", {"language": Modality(tp_size=2)}, {}),
-    "rows": ("llama", {"language": Modality(dp_size=2, zero_stage=3)}, {}),
+    "rows": ("llama", {"language": Modality(dp_size=2, sharding={"zero_stage": 3})}, {}),
 }
 ON_A_CPU_ALONE = {
     "sharded/cross_entropy.py check_targets",  # a GPU asserts on the device

@@ -40,14 +40,16 @@ CASES: dict[str, tuple[str, Any]] = {
 
 def modalities(name: str, said: Any) -> tuple[int, dict[str, Modality]]:
     if name == "all":
-        language = Modality(dp_size=2, tp_size=2, zero_stage=3, communication_dtype=said)
-        encoder = Modality(dp_size=1, communication_dtype=said)
-        audio = Modality(colocate_with="vision", communication_dtype=said)
+        language = Modality(
+            dp_size=2, tp_size=2, sharding={"zero_stage": 3}, communication={"communication_dtype": said}
+        )
+        encoder = Modality(dp_size=1, communication={"communication_dtype": said})
+        audio = Modality(colocate_with="vision", communication={"communication_dtype": said})
         return 5, {"vision": encoder, "audio": audio, "language": language}
     world, options = TOGETHER[name]
     shared = {"zero_stage": options["zero_stage"]} if "zero_stage" in options else {}
-    encoder = Modality(colocate_with="language", communication_dtype=said, **shared)
-    language = Modality(communication_dtype=said, **options)
+    encoder = Modality(colocate_with="language", communication={"communication_dtype": said}, **shared)
+    language = Modality(communication={"communication_dtype": said}, **options)
     return world, {"vision": encoder, "audio": encoder, "language": language}
 
 
@@ -70,7 +72,7 @@ def train(rank: int, name: str, said: Any, steps: int) -> list[float]:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=world,
-        strategy=MultimodalStrategy(modalities=layout, num_microbatches=2),
+        strategy=MultimodalStrategy(modalities=layout, batching={"num_microbatches": 2}),
         max_steps=steps,
         gradient_clip_val=1.0,
         logger=False,

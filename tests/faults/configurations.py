@@ -112,12 +112,20 @@ PYTHON: dict[str, Wrong] = {
     "offsets that do not sum to 0": _offsets([1, 1], "", "[1, -1]"),
     "an offset that is a word": _offsets(["1", -1], "[0]", "0"),
     "a template of another size": Wrong(
-        {"modalities": {"language": Modality(pp_size=3, pipeline_template=PipelineTemplate(stages=[2, 2]))}},
+        {
+            "modalities": {
+                "language": Modality(pp_size=3, pipeline={"pipeline_template": PipelineTemplate(stages=[2, 2])})
+            }
+        },
         "modalities.language.pp_size",
         "pp_size=2",
     ),
     "chunks that do not divide the template": Wrong(
-        {"modalities": {"language": Modality(pp_chunks=2, pipeline_template=PipelineTemplate(stages=[1, 1, 1]))}},
+        {
+            "modalities": {
+                "language": Modality(pipeline={"pp_chunks": 2, "pipeline_template": PipelineTemplate(stages=[1, 1, 1])})
+            }
+        },
         "modalities.language.pipeline.pp_chunks",
         "divides",
     ),

@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[dict[str, Modality], int]] = {
     "pipe": (
         {
             "vision": Modality(**VISION),
-            "language": Modality(pipeline_template=PipelineTemplate(stages=[2, 1, 1]), **LANGUAGE),
+            "language": Modality(pipeline={"pipeline_template": PipelineTemplate(stages=[2, 1, 1])}, **LANGUAGE),
         },
         1,
     ),

@@ -40,7 +40,7 @@ AT = 2
 """index of the batch in which faults fire"""
 TRIPLE = Layout({"model": Modality()}, 3)
 """three replicas of everything: ranks 0-2"""
-BESIDE = Layout({"model": Modality(tp_size=2, interleaved_microbatches=2)}, 2)
+BESIDE = Layout({"model": Modality(tp_size=2, pipeline={"interleaved_microbatches": 2})}, 2)
 """two microbatches side by side on ranks 0-1; faults fire in a thread that is not the main one"""
 NOT_OURS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "NODE_RANK", "MASTER_", "TORCHELASTIC", "PL_")
 
@@ -210,10 +210,8 @@ def job(case: Case) -> None:
         devices=case.layout.world,
         strategy=MultimodalStrategy(
             modalities=case.layout.modalities,
-            num_microbatches=2 if case.layout is BESIDE else 1,
-            start_method="fork",
-            timeout=GROUP_TIMEOUT,
-            watchdog=timedelta(seconds=case.watchdog_s),
+            batching={"num_microbatches": 2 if case.layout is BESIDE else 1},
+            launch={"start_method": "fork", "timeout": GROUP_TIMEOUT, "watchdog": timedelta(seconds=case.watchdog_s)},
         ),
         max_epochs=1,
         logger=False,

@@ -21,7 +21,9 @@ TOGETHER = Layout(
     {"vision": Modality(colocate_with="language", **VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 2
 )
 """vision and the first stage of language: rank 0; the second stage: rank 1"""
-CHUNKS = Layout({"vision": Modality(**VISION), "language": Modality(pp_size=2, pp_chunks=2, **LANGUAGE)}, 3)
+CHUNKS = Layout(
+    {"vision": Modality(**VISION), "language": Modality(pp_size=2, pipeline={"pp_chunks": 2}, **LANGUAGE)}, 3
+)
 """vision: rank 0; language: ranks 1-2, stages 0 and 2 on rank 1, stages 1 and 3 on rank 2"""
 
 

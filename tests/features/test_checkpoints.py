@@ -233,7 +233,11 @@ def measured(run: Run) -> Any:
 
 @pytest.mark.parametrize(
     "layout",
-    [PIPE, Layout({"model": Modality(tp_size=2)}, 2), Layout({"model": Modality(dp_size=2, zero_stage=3)}, 2, 2)],
+    [
+        PIPE,
+        Layout({"model": Modality(tp_size=2)}, 2),
+        Layout({"model": Modality(dp_size=2, sharding={"zero_stage": 3})}, 2, 2),
+    ],
     ids=["pipe", "tp", "zero 3"],
 )
 def test_hooks_of_a_save_after_a_run_read_weights_for_the_file(layout: Layout, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def run(
     """Train an epoch; return the samples of the steps that ended, the parameters, and whether the run was whole."""
     data, module = Numbered(), CASES["gpt2"].build()
     watching = Watching(data, None if resumes else path, not resumes and rank == LOST)
-    chosen = strategy({"model": Modality(pipelines=pipelines)}, num_microbatches=MICROBATCHES, **options)
+    chosen = strategy({"model": Modality(pipeline={"pipelines": pipelines})}, num_microbatches=MICROBATCHES, **options)
     trainer = trainer_of(chosen, world, watching)
     try:
         trainer.fit(module, DataLoader(data, BATCH, shuffle=True), ckpt_path=path if resumes else None)
@@ -95,7 +95,7 @@ def trainer_of(chosen: Any, world: int, *callbacks: Callback) -> L.Trainer:
 
 def together(pipelines: Any, world: int, ranks: list[Any], options: dict[str, Any]) -> Steps:
     """The samples of each step, of all replicas."""
-    made = strategy({"model": Modality(pipelines=pipelines)}, num_microbatches=MICROBATCHES, **options)
+    made = strategy({"model": Modality(pipeline={"pipelines": pipelines})}, num_microbatches=MICROBATCHES, **options)
     settle(made, world, 1)
     firsts = [made.layout.replica_ranks(replica)[0] for replica in range(made.layout.num_replicas)]
     steps = [ranks[first][0] for first in firsts]

@@ -23,7 +23,7 @@ FOUR = Layout({"vision": Modality(pp_size=2, **VISION), "language": Modality(pp_
 ROUND = Layout(
     {
         "vision": Modality(colocate_with="language.0", **VISION),
-        "language": Modality(pp_size=2, pp_chunks=2, **LANGUAGE),
+        "language": Modality(pp_size=2, pipeline={"pp_chunks": 2}, **LANGUAGE),
     },
     2,
 )

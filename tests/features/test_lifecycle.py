@@ -184,7 +184,7 @@ def reads_again(start_method: str, folder: Path) -> int:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=MultimodalStrategy(start_method=start_method),  # type: ignore[arg-type]
+        strategy=MultimodalStrategy(launch={"start_method": start_method}),  # type: ignore[arg-type]
         max_epochs=1,
         logger=False,
         default_root_dir=folder,

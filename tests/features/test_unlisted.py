@@ -57,7 +57,7 @@ def train(model: Model, frozen: tuple[str, ...] = (), chosen: Any = "auto", devi
 
 
 def stages(size: int, chunks: int = 1) -> dict[str, Any]:
-    return {"modalities": {"language": Modality(pp_size=size, pp_chunks=chunks)}}
+    return {"modalities": {"language": Modality(pp_size=size, pipeline={"pp_chunks": chunks})}}
 
 
 ENCODER = {"vision": Modality(module="encoder", pp_size=2), "language": Modality(pp_size=2)}

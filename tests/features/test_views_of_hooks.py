@@ -179,8 +179,8 @@ def gradients(run: Run) -> Any:
 SCENARIOS = (calls, swaps, averages, gradients)
 LAYOUTS = {
     "vision | pp 2": Layout({"vision": Modality(**VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 3),
-    "zero 3": Layout({"model": Modality(dp_size=2, zero_stage=3)}, 2, 2),
-    "zero 1": Layout({"model": Modality(dp_size=2, zero_stage=1)}, 2, 2),
+    "zero 3": Layout({"model": Modality(dp_size=2, sharding={"zero_stage": 3})}, 2, 2),
+    "zero 1": Layout({"model": Modality(dp_size=2, sharding={"zero_stage": 1})}, 2, 2),
 }
 
 

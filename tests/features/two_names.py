@@ -74,7 +74,7 @@ def run(trainer_of: str, start_method: str, folder: str) -> None:
     strategy: Any = "mm5d"
     if start_method != "name":
         modalities = {"vision": Modality(module="eye"), "language": Modality()}
-        strategy = MultimodalStrategy(modalities, start_method=start_method)  # type: ignore[arg-type]
+        strategy = MultimodalStrategy(modalities, launch={"start_method": start_method})  # type: ignore[arg-type]
     trainer = sys.modules[trainer_of].Trainer(
         devices=2,
         strategy=strategy,

@@ -83,8 +83,8 @@ def transposed(run: Run) -> Any:
 
 ROWS = Layout(
     {
-        "vision": Modality(colocate_with="language", zero_stage=2, **VISION),
-        "language": Modality(zero_stage=2, **LANGUAGE),
+        "vision": Modality(colocate_with="language", sharding={"zero_stage": 2}, **VISION),
+        "language": Modality(sharding={"zero_stage": 2}, **LANGUAGE),
     },
     2,
     2,

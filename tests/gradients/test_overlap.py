@@ -33,7 +33,9 @@ STAGES = on_all(4, pp_size=2)
 APART = Layout({"vision": Modality(dp_size=1, **VISION), "language": Modality(pp_size=2, dp_size=2, **LANGUAGE)}, 5, 2)
 """vision: rank 0; language: ranks 1-2 and 3-4 as stages"""
 MIXED = Layout(
-    {"vision": Modality(dp_size=2, zero_stage=2, **VISION), "language": Modality(dp_size=2, **LANGUAGE)}, 4, 2
+    {"vision": Modality(dp_size=2, sharding={"zero_stage": 2}, **VISION), "language": Modality(dp_size=2, **LANGUAGE)},
+    4,
+    2,
 )
 """vision: ranks 0-1, with rows; language: ranks 2-3"""
 SHARES = on_all(2, {"zero_stage": 2})

@@ -89,8 +89,8 @@ def strategy(start: str, one_process: bool) -> Any:
         return "auto"
     return MultimodalStrategy(
         modalities={"vision": Modality(module="encoder"), "language": Modality()},
-        num_microbatches=2,
-        start_method=start,  # type: ignore[arg-type]
+        batching={"num_microbatches": 2},
+        launch={"start_method": start},
     )
 
 

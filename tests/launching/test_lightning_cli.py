@@ -67,7 +67,11 @@ PARSED = {
         pp_size=3,
     ),
     "language": Modality(
-        pipeline_template=PipelineTemplate(stages=[["layers.0"], ["layers.1", "layers.2"], ["layers.3"], ["layers.4"]])
+        pipeline={
+            "pipeline_template": PipelineTemplate(
+                stages=[["layers.0"], ["layers.1", "layers.2"], ["layers.3"], ["layers.4"]]
+            )
+        }
     ),
 }
 SMALL = """

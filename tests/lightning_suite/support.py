@@ -42,7 +42,7 @@ class BoringModel(boring_classes.BoringModel):
 
 def strategy(layout: str) -> MultimodalStrategy:
     modalities = {"vision": Modality(module="encoder"), "language": Modality()} if layout == "stages" else None
-    return MultimodalStrategy(modalities=modalities, start_method="fork", timeout=timedelta(seconds=60))
+    return MultimodalStrategy(modalities=modalities, launch={"start_method": "fork", "timeout": timedelta(seconds=60)})
 
 
 def trainer(layout: str, folder: Path, **options: Any) -> Trainer:

@@ -36,7 +36,7 @@ COLUMNS: dict[str, Layout] = {
     "split": PAIR,
     "pp": Layout({"vision": Modality(**ALL), "language": Modality(pp_size=2, **LANGUAGE)}, 2),
     "tp": Layout({"vision": Modality(tp_size=2, **ALL), "language": Modality(tp_size=2, **LANGUAGE)}, 2),
-    "zero": Layout({"model": Modality(zero_stage=3)}, 2, 2),
+    "zero": Layout({"model": Modality(sharding={"zero_stage": 3})}, 2, 2),
 }
 """one process | replicas: ranks 0-1 | vision: rank 0, language: rank 1 | vision and two stages of language: ranks 0-1 |
 both sharded over ranks 0-1 | two replicas with rows of parameters: ranks 0-1"""

@@ -11,9 +11,9 @@ assert call_ranks  # for the mark of tests that start processes
 
 
 def _params() -> list:
-    """25 seeds by default, and 2,000 under `exhaustive`."""
-    more = [pytest.param(seeds, marks=pytest.mark.exhaustive) for seeds in batches(25, 2000)]
-    return [pytest.param(seeds) for seeds in batches(0, 25)] + more
+    """50 seeds by default, and 2,000 under `exhaustive`."""
+    more = [pytest.param(seeds, marks=pytest.mark.exhaustive) for seeds in batches(50, 2000)]
+    return [pytest.param(seeds) for seeds in batches(0, 50)] + more
 
 
 @pytest.mark.parametrize("seeds", _params(), ids=lambda seeds: f"{seeds[0].column}-{seeds[0].number}")

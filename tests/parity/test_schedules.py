@@ -37,7 +37,7 @@ def batches() -> list[Any]:
 
 def train(rank: int, schedule: str, variant: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     module = build("llava", variant)
-    modalities = {"vision": Modality(), "language": Modality(pp_size=2, pp_chunks=2)}
+    modalities = {"vision": Modality(), "language": Modality(pp_size=2, pipeline={"pp_chunks": 2})}
     recorder = fit(module, batches(), strategy(modalities, schedule=schedule, num_microbatches=4), 3, **AROUND)
     return recorder.losses, module.state_dict()
 

@@ -28,7 +28,7 @@ def test_layers_that_cost_the_same_are_dealt_out_evenly() -> None:
 def test_a_big_vocabulary_moves_layers_away_from_the_last_stage() -> None:
     module = llama(num_hidden_layers=8, vocab_size=1024)  # the head is as much as four layers
     assert sizes(module, language=Modality(pp_size=2)) == {"language": [6, 2]}
-    assert sizes(module, language=Modality(pp_size=2, pp_chunks=2)) == {"language": [3, 2, 2, 1]}
+    assert sizes(module, language=Modality(pp_size=2, pipeline={"pp_chunks": 2})) == {"language": [3, 2, 2, 1]}
 
 
 def test_frozen_layers_cost_a_third_so_that_more_of_them_share_a_stage() -> None:
@@ -120,12 +120,12 @@ def test_offsets_for_more_stages_than_layers_are_refused() -> None:
 def test_what_a_template_names_counts_in_the_stage_that_it_says() -> None:
     stages = [["model.layers.0", "model.layers.1", "lm_head"], ["model.layers.2", "model.layers.3"]]
     module = llama()
-    named = cut(module, language=Modality(pipeline_template=PipelineTemplate(stages=stages)))
+    named = cut(module, language=Modality(pipeline={"pipeline_template": PipelineTemplate(stages=stages)}))
     assert [unit.forward for unit in named.units["language.0"]] == [0, LAYER, LAYER, HEAD]
     assert [unit.forward for unit in named.units["language.1"]] == [LAYER, LAYER, 32]
     assert named.owners["model.lm_head.weight"] == ("language.0",)
     stages = [["model.layers.0", "embed_tokens"], ["model.layers.1", "model.layers.2", "model.layers.3"]]
-    named = cut(module, language=Modality(pipeline_template=PipelineTemplate(stages=stages)))
+    named = cut(module, language=Modality(pipeline={"pipeline_template": PipelineTemplate(stages=stages)}))
     assert "model.model.embed_tokens.weight" in named.units["language.0"][0].costs
 
 

@@ -89,10 +89,10 @@ def test_an_encoder_that_shares_a_stage_with_the_language_model_runs_before_it()
 
 
 def test_a_duration_that_was_given_scales_the_estimate() -> None:
-    estimated = costs(graph(llama(), 2, language=Modality(pp_size=2, pp_chunks=2)))
-    assert costs(graph(llama(), 2, language=Modality(pp_size=2, pp_chunks=2, cost=6.0))) == {
+    estimated = costs(graph(llama(), 2, language=Modality(pp_size=2, pipeline={"pp_chunks": 2})))
+    assert costs(graph(llama(), 2, language=Modality(pp_size=2, pipeline={"pp_chunks": 2}, cost=6.0))) == {
         stage: pytest.approx((3.0, 3.0 * backward / forward, 3.0 * weight / forward))
         for stage, (forward, backward, weight) in estimated.items()
     }
-    by_rank = costs(graph(llama(), 2, language=Modality(pp_size=2, pp_chunks=2, cost=[2.0, 4.0])))
+    by_rank = costs(graph(llama(), 2, language=Modality(pp_size=2, pipeline={"pp_chunks": 2}, cost=[2.0, 4.0])))
     assert [forward for forward, _, _ in by_rank.values()] == pytest.approx([1.0, 2.0, 1.0, 2.0])

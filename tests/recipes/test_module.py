@@ -79,7 +79,7 @@ def fitted(rank: int, strategy: dict[str, Any] | None, world: int, options: dict
     chosen: Any = "auto"
     if strategy is not None:
         layout = {name: Modality(**said) for name, said in strategy.items()}
-        chosen = MultimodalStrategy(modalities=layout, num_microbatches=2, loss_weight="tokens")
+        chosen = MultimodalStrategy(modalities=layout, batching={"num_microbatches": 2, "loss_weight": "tokens"})
     trainer = L.Trainer(
         accelerator="cpu",
         devices=world,

@@ -42,7 +42,9 @@ def trained(run: Run, when: str) -> Any:
 
 
 def shared(stage: int, **options: Any) -> Run:
-    return Run(Layout({"model": Modality(dp_size=2, zero_stage=stage)}, 2, 2), {"num_microbatches": 1, **options})
+    return Run(
+        Layout({"model": Modality(dp_size=2, sharding={"zero_stage": stage})}, 2, 2), {"num_microbatches": 1, **options}
+    )
 
 
 def test_data_that_are_set_count_or_are_refused() -> None:

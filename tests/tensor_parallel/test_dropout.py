@@ -29,7 +29,7 @@ from zoo.case import TinyModule
 from zoo.text import LLAMA, padded_batch
 
 WHOLE, ATTENTION, INNER = 0.1, 0.2, 0.3  # rates of replicated values, attention weights, and inside a MLP
-SHARDS = Layout({"language": Modality(tp_size=2, sequence_parallel=True)}, 2)
+SHARDS = Layout({"language": Modality(tp_size=2, tensor={"sequence_parallel": True})}, 2)
 WHOLES = Layout({"language": Modality(tp_size=2)}, 2)
 Drawn = list[tuple[float, Tensor]]
 

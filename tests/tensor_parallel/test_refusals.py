@@ -43,12 +43,12 @@ def test_a_weight_that_a_parametrization_computes_is_refused_by_name(parametrize
 
 def test_a_wrong_type_of_sequence_parallel_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"modalities\.language\.tensor\.sequence_parallel: got 'yes'"):
-        strategy({"language": Modality(tp_size=2, sequence_parallel="yes")})
+        strategy({"language": Modality(tp_size=2, tensor={"sequence_parallel": "yes"})})
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", {"tensor_parallel": "float8_e4m3fn"}])
 def test_compressed_rows_are_refused_in_a_ring(dtype: Any) -> None:
-    language = Modality(tp_size=2, sequence_parallel="ring", communication_dtype=dtype)
+    language = Modality(tp_size=2, tensor={"sequence_parallel": "ring"}, communication={"communication_dtype": dtype})
     with pytest.raises(ConfigError, match=r"sequence_parallel: got 'ring'.*sequence_parallel=True"):
         strategy({"language": language})
 
@@ -130,7 +130,7 @@ def test_a_model_is_saved_while_it_trains(tmp_path: Path) -> None:
 
 
 def test_an_embedding_is_full_where_that_is_said_and_the_head_stays_sharded() -> None:
-    modalities = {"language": Modality(tp_size=2, shard_embedding=False)}
+    modalities = {"language": Modality(tp_size=2, tensor={"shard_embedding": False})}
 
     def planned(name: str) -> Any:
         chosen = strategy(dict(modalities))

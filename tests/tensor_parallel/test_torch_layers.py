@@ -230,7 +230,7 @@ def decoder(run: Run) -> Any:
 SCENARIOS = (encoder, encoder_of_tokens_first, encoder_of_one_head, decoder)
 LAYOUTS = {
     "pp 2": Layout({"language": Modality(pp_size=2)}, 2),
-    "tp 2, sequence parallel": Layout({"language": Modality(tp_size=2, sequence_parallel=True)}, 2),
+    "tp 2, sequence parallel": Layout({"language": Modality(tp_size=2, tensor={"sequence_parallel": True})}, 2),
     "tp 2 x pp 2": Layout({"language": Modality(tp_size=2, pp_size=2)}, 4),
 }
 

@@ -28,7 +28,9 @@ from zoo.case import VOCABULARY, TinyModule
 
 LAYOUTS = {
     "tp 2": Layout({"language": Modality(tp_size=2)}, 2),
-    "tp 2 x pp 2 with sequence shards": Layout({"language": Modality(tp_size=2, pp_size=2, sequence_parallel=True)}, 4),
+    "tp 2 x pp 2 with sequence shards": Layout(
+        {"language": Modality(tp_size=2, pp_size=2, tensor={"sequence_parallel": True})}, 4
+    ),
 }
 
 
@@ -242,7 +244,7 @@ def written(run: Run) -> Any:
 
 def written_with_shards(run: Run) -> Any:
     if run.layout is not None:
-        run = Run(Layout({"language": Modality(tp_size=2, sequence_parallel=True)}, 2), run.options)
+        run = Run(Layout({"language": Modality(tp_size=2, tensor={"sequence_parallel": True})}, 2), run.options)
     return written(run)
 
 
@@ -306,6 +308,7 @@ def of_one_rank(run: Run) -> Any:
 def test_sequence_shards_of_one_rank_are_the_whole_sequence() -> None:
     """language: rank 0."""
     results = [
-        together(Layout({"language": Modality(sequence_parallel=flag)}, 1), of_one_rank)[0] for flag in (True, False)
+        together(Layout({"language": Modality(tensor={"sequence_parallel": flag})}, 1), of_one_rank)[0]
+        for flag in (True, False)
     ]
     assert_same(*results, 0.0)

@@ -137,7 +137,9 @@ def shared(rank: int) -> list[dict[str, Tensor]]:
     found = []
     for name, prepare, zero_stage in SHARED:
         module: Any = build(name, "none", prepare)
-        chosen = strategy({"language": Modality(**TP, **FUSED, zero_stage=zero_stage)}, num_microbatches=2)
+        chosen = strategy(
+            {"language": Modality(**TP, **FUSED, sharding={"zero_stage": zero_stage})}, num_microbatches=2
+        )
         parts = [part for batch in batches_of(name) for part in CASES[name].split(batch, 2)]
         fit(module, parts, chosen, 4, use_distributed_sampler=True, gradient_clip_val=0.01)
         found.append(module.state_dict())
@@ -283,11 +285,11 @@ def test_multiples_that_leave_a_rank_without_rows_are_refused_with_those_that_fi
     with pytest.raises(
         ConfigError, match=r"has 64 rows, fewer than .* 3 ranks some in multiples of 32.* Use 31 or less"
     ):
-        planned("llama", language=Modality(tp_size=3, make_vocab_size_divisible_by=32))
-    plan = planned("llama", language=Modality(tp_size=3, make_vocab_size_divisible_by=31))
+        planned("llama", language=Modality(tp_size=3, tensor={"make_vocab_size_divisible_by": 32}))
+    plan = planned("llama", language=Modality(tp_size=3, tensor={"make_vocab_size_divisible_by": 31}))
     assert plan.division.shards["model.lm_head.weight"].lengths == (31, 31, 2)
 
 
 def test_multiples_of_no_vocabulary_are_refused() -> None:
     with pytest.raises(ConfigError, match="tensor parallel ranks share, and those of 'vision' share none"):
-        planned("llava", vision=Modality(tp_size=2, make_vocab_size_divisible_by=8), language=Modality())
+        planned("llava", vision=Modality(tp_size=2, tensor={"make_vocab_size_divisible_by": 8}), language=Modality())

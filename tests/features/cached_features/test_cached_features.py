@@ -248,7 +248,7 @@ def test_ranks_that_compute_features_together_are_refused(fields: dict[str, Any]
     with pytest.raises(ConfigError, match=f"modalities.vision.memory.cache_features: .*{message}"):
         strategy({"vision": vision, "language": Modality()})
     with pytest.raises(ConfigError, match="this modality is no such encoder"):
-        strategy({"vision": Modality(), "language": Modality(cache_features="features")})
+        strategy({"vision": Modality(), "language": Modality(memory={"cache_features": "features"})})
 
 
 def zoo_run(rank: int, name: str, which: str, folder: str | None) -> Any:

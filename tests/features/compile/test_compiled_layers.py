@@ -91,7 +91,7 @@ def adapts(run: Run) -> Any:
 
 
 def language(world: int, backend: str = "eager", **fields: Any) -> Layout:
-    return Layout({"language": Modality(compile=backend, **fields)}, world)
+    return Layout({"language": Modality(compute={"compile": backend}, **fields)}, world)
 
 
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any], int]] = {
@@ -171,7 +171,7 @@ def test_two_lengths_of_microbatches_compile_twice_at_most(backend: str, fields:
 def test_a_backend_that_does_not_exist_and_a_missing_compiler_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda *_: None)
     for said, rule in (("inductr", "no such backend"), (True, "C\\+\\+ compiler")):
-        modalities = {"vision": Modality(**VISION), "language": Modality(compile=said, **LANGUAGE)}
+        modalities = {"vision": Modality(**VISION), "language": Modality(compute={"compile": said}, **LANGUAGE)}
         ranks = Ranks.build(modalities, world_size=2, loss_modality="language")
         with pytest.raises(ConfigError, match=rule):
             Compile({}).check(Toy(), Plan.of(Toy(), ranks, modalities), torch.device("cpu"))
@@ -203,8 +203,8 @@ def test_frozen_encoders_and_dropout_give_what_uncompiled_layers_give(
     found = []
     for backend in (False, "eager" if replicas > 1 else "aot_eager"):
         modalities = {
-            "vision": Modality(compile=backend, **VISION, **vision),
-            "language": Modality(compile=backend, **LANGUAGE, **language),
+            "vision": Modality(compute={"compile": backend}, **VISION, **vision),
+            "language": Modality(compute={"compile": backend}, **LANGUAGE, **language),
         }
         found.append(together(Layout(modalities, world, replicas), drops, limit=240)[0])
     assert_same(found[1], found[0])
@@ -213,9 +213,9 @@ def test_frozen_encoders_and_dropout_give_what_uncompiled_layers_give(
 @pytest.mark.parametrize(
     ("modality", "rule"),
     [
-        (Modality(compile=2), "backend of torch.compile"),  # type: ignore[arg-type]
-        (Modality(compile=""), "backend of torch.compile"),
-        (Modality(compile=True, tp_size=2, sequence_parallel=True), "sequence_parallel"),
+        (Modality(compute={"compile": 2}), "backend of torch.compile"),  # type: ignore[arg-type]
+        (Modality(compute={"compile": ""}), "backend of torch.compile"),
+        (Modality(compute={"compile": True}, tp_size=2, tensor={"sequence_parallel": True}), "sequence_parallel"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_by_its_field(modality: Modality, rule: str) -> None:

@@ -36,17 +36,17 @@ WRONG: dict[str, tuple[Any, str, str]] = {
 def test_what_is_wrong_is_refused_by_its_path_with_what_would_work(name: str) -> None:
     said, field, fix = WRONG[name]
     with pytest.raises(ConfigError) as caught:
-        check({"modalities": {"language": Modality(communication_dtype=said)}})
+        check({"modalities": {"language": Modality(communication={"communication_dtype": said})}})
     assert str(caught.value).startswith(f"modalities.{field}:")
     assert fix in str(caught.value)
 
 
 def test_one_name_is_for_all_traffic_and_a_dict_for_some() -> None:
     assert communication_of(Modality()) == Communication()
-    every = communication_of(Modality(communication_dtype="bfloat16"))
+    every = communication_of(Modality(communication={"communication_dtype": "bfloat16"}))
     assert every == Communication("bfloat16", "bfloat16", "bfloat16", "bfloat16")
     said: dict[str, Any] = {"gradients": "float8_e5m2", "payloads": None, "stochastic_rounding": True}
-    some = communication_of(Modality(communication_dtype=said))
+    some = communication_of(Modality(communication={"communication_dtype": said}))
     assert (some.of("gradients"), some.of("payloads"), some.stochastic_rounding) == ("float8_e5m2", None, True)
     for good in (None, "float32", said):
-        check({"modalities": {"language": Modality(communication_dtype=good)}})
+        check({"modalities": {"language": Modality(communication={"communication_dtype": good})}})

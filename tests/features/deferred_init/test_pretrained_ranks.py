@@ -28,8 +28,8 @@ LAYOUTS: dict[str, dict[str, Modality]] = {
     "tensor": {"vision": Modality(tp_size=2), "language": Modality(tp_size=2)},
     "shared": {"vision": Modality(colocate_with="language"), "language": Modality(pp_size=2, tp_size=2)},
     "rows": {
-        "vision": Modality(colocate_with="language", tp_size=2, zero_stage=3),
-        "language": Modality(tp_size=2, zero_stage=3),
+        "vision": Modality(colocate_with="language", tp_size=2, sharding={"zero_stage": 3}),
+        "language": Modality(tp_size=2, sharding={"zero_stage": 3}),
     },
 }
 LOSS = 1e-6  # transformers computes the loss in float32
@@ -115,7 +115,7 @@ def test_ranks_start_and_train_with_the_weights_of_one_process(layout: str, kind
     """Ranks 0-3, as the layout says."""
 
     def train(rank: int) -> dict[str, Any]:
-        strategy = MultimodalStrategy(modalities=LAYOUTS[layout], num_microbatches=2)
+        strategy = MultimodalStrategy(modalities=LAYOUTS[layout], batching={"num_microbatches": 2})
         return fit(folder, kind, 4, strategy=strategy)
 
     ranks, one = run_ranks(4, train), fit(folder, kind, 1)
@@ -151,7 +151,9 @@ def test_a_damaged_file_ends_all_ranks(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(whole[:-100])
 
     def train(rank: int) -> str:
-        strategy = MultimodalStrategy(modalities={"vision": Modality(), "language": Modality()}, num_microbatches=2)
+        strategy = MultimodalStrategy(
+            modalities={"vision": Modality(), "language": Modality()}, batching={"num_microbatches": 2}
+        )
         with pytest.raises(CheckpointCorruptError, match=r"model\.safetensors") as error:
             fit(tmp_path, "as it is", 2, strategy=strategy)
         return type(error.value).__name__

@@ -241,7 +241,7 @@ CASES = {f"{use.__name__} in {hook}": (hook, use) for hook, uses in USES.items()
 
 
 def zero(stage: int, **others: Any) -> dict[str, Modality]:
-    return {"model": Modality(dp_size=2, zero_stage=stage, **others)}
+    return {"model": Modality(dp_size=2, sharding={"zero_stage": stage}, **others)}
 
 
 LAYOUTS = {
@@ -252,7 +252,7 @@ LAYOUTS = {
     "zero 1": Layout(zero(1), 2, 2),
     "zero 3": Layout(zero(3), 2, 2),
     "vision | zero 3": Layout(
-        {"vision": Modality(**VISION), "language": Modality(dp_size=2, zero_stage=3, **LANGUAGE)}, 3, 2
+        {"vision": Modality(**VISION), "language": Modality(dp_size=2, sharding={"zero_stage": 3}, **LANGUAGE)}, 3, 2
     ),
 }
 

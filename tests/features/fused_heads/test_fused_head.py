@@ -28,7 +28,7 @@ from zoo.case import VOCABULARY, Batch, TinyModule
 
 
 def fused(world: int, **fields: Any) -> Layout:
-    return Layout({"language": Modality(fused_linear_cross_entropy=True, **fields)}, world)
+    return Layout({"language": Modality(compute={"fused_linear_cross_entropy": True}, **fields)}, world)
 
 
 LAYOUTS = {
@@ -120,7 +120,7 @@ def test_losses_gradients_and_logits_equal_one_process(name: str) -> None:
 
 def test_a_model_without_a_named_head_and_an_encoder_are_refused_before_the_run() -> None:
     modalities = dict(PAIR.modalities)
-    modalities["language"] = Modality(fused_linear_cross_entropy=True, **LANGUAGE)
+    modalities["language"] = Modality(compute={"fused_linear_cross_entropy": True}, **LANGUAGE)
     plan = Plan.of(Toy(), Ranks.build(modalities, world_size=2, loss_modality="language"), modalities)
     with pytest.raises(ConfigError, match="get_output_embeddings") as caught:
         FEATURE({}).check(Toy(), plan, torch.device("cpu"))

@@ -41,10 +41,10 @@ from tensor_parallel.families import (
 from tensor_parallel.test_families import Step, train
 
 GRIDS: dict[str, Modality] = {
-    "2d": Modality(tp_size=4, tp_mode="2d"),
-    "2.5d": Modality(tp_size=8, tp_mode="2.5d", tp_depth=2),
-    "3d": Modality(tp_size=8, tp_mode="3d"),
-    "2d, 3 x 3": Modality(tp_size=9, tp_mode="2d"),
+    "2d": Modality(tp_size=4, tensor={"tp_mode": "2d"}),
+    "2.5d": Modality(tp_size=8, tensor={"tp_mode": "2.5d", "tp_depth": 2}),
+    "3d": Modality(tp_size=8, tensor={"tp_mode": "3d"}),
+    "2d, 3 x 3": Modality(tp_size=9, tensor={"tp_mode": "2d"}),
 }
 ODD: dict[str, Any] = {"hidden_size": 33, "num_attention_heads": 3, "intermediate_size": 51}
 UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

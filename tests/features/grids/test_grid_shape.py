@@ -72,5 +72,5 @@ def test_a_scale_is_held_by_all_ranks_of_its_columns() -> None:
 
 def test_one_rank_or_one_dim_is_no_grid() -> None:
     assert GridShape.of(Modality(tp_size=4)) is None
-    assert GridShape.of(Modality(tp_mode="2d")) is None
-    assert GridShape.of(Modality(tp_size=27, tp_mode="3d")) == GridShape("3d", 3, 3)
+    assert GridShape.of(Modality(tensor={"tp_mode": "2d"})) is None
+    assert GridShape.of(Modality(tp_size=27, tensor={"tp_mode": "3d"})) == GridShape("3d", 3, 3)

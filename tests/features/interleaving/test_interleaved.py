@@ -203,7 +203,9 @@ def trained(rank: int, which: str) -> list[Any]:
         WAYS[which](module)
         if size > 1 and which in ("drops", "logs", "noises", "sets"):
             side_by_side(module)
-        chosen = strategy({"language": Modality(tp_size=2, interleaved_microbatches=size)}, num_microbatches=4)
+        chosen = strategy(
+            {"language": Modality(tp_size=2, pipeline={"interleaved_microbatches": size})}, num_microbatches=4
+        )
         recorder = fit(module, batches_of("gpt2"), chosen, 2)
         found.append((recorder.losses, recorder.gradients, dict(module.trainer.callback_metrics)))
     return found
@@ -250,7 +252,7 @@ def routed(rank: int) -> list[Any]:
         torch.manual_seed(3)
         for layer in layers_of(module):
             layer.mlp = Units(layer.mlp.gate_proj.in_features)  # type: ignore[union-attr, arg-type]
-        language = Modality(tp_size=2, cp_size=2, interleaved_microbatches=size)
+        language = Modality(tp_size=2, cp_size=2, pipeline={"interleaved_microbatches": size})
         recorder = fit(module, batches_of("llama", 1), strategy({"language": language}, num_microbatches=4), 4)
         found.append((recorder.losses, recorder.gradients))
     return found

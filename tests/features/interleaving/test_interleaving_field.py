@@ -34,15 +34,15 @@ def test_what_cannot_run_side_by_side_is_refused_by_name(fields: dict[str, Any],
 
 
 def test_a_size_of_microbatches_leaves_their_number_open() -> None:
-    modalities = {"language": Modality(tp_size=2, interleaved_microbatches=2)}
+    modalities = {"language": Modality(tp_size=2, pipeline={"interleaved_microbatches": 2})}
     with pytest.raises(ConfigError, match="in place of microbatch_size"):
         check({"modalities": modalities, "num_microbatches": None, "microbatch_size": 2})
 
 
 def test_modalities_that_interleave_take_one_number() -> None:
     modalities = {
-        "vision": Modality(tp_size=2, interleaved_microbatches=2),
-        "language": Modality(tp_size=2, interleaved_microbatches=4),
+        "vision": Modality(tp_size=2, pipeline={"interleaved_microbatches": 2}),
+        "language": Modality(tp_size=2, pipeline={"interleaved_microbatches": 4}),
     }
     with pytest.raises(ConfigError, match="take one number"):
         check({"modalities": modalities, "num_microbatches": 4})

@@ -20,8 +20,8 @@ ONE = Layout({"model": Modality()}, 1)
 """the whole model: rank 0"""
 AGAIN = Layout(
     {
-        "vision": Modality(activation_checkpointing="full", **VISION),
-        "language": Modality(pp_size=2, activation_checkpointing="selective", **LANGUAGE),
+        "vision": Modality(memory={"activation_checkpointing": "full"}, **VISION),
+        "language": Modality(pp_size=2, memory={"activation_checkpointing": "selective"}, **LANGUAGE),
     },
     3,
 )

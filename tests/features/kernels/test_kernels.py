@@ -68,7 +68,7 @@ def train(rank: int, which: str | None, folder: str = "") -> Any:
             sys.path.insert(0, folder)
             os.environ["TRITON_INTERPRET"] = "1"
             kernels.append("liger")
-        chosen = strategy({"language": Modality(kernels=kernels, **fields)}, num_microbatches=2)
+        chosen = strategy({"language": Modality(compute={"kernels": kernels}, **fields)}, num_microbatches=2)
         recorder = fit(module, batches, chosen, world)
     finally:
         nn.functional.rms_norm = functional

@@ -141,7 +141,9 @@ def test_what_cannot_be_offloaded_is_refused(modality: str, offload: Any, messag
 
 
 def test_microbatches_side_by_side_are_refused_by_name() -> None:
-    modalities = {"language": Modality(tp_size=2, interleaved_microbatches=2, offload="activations")}
+    modalities = {
+        "language": Modality(tp_size=2, pipeline={"interleaved_microbatches": 2}, memory={"offload": "activations"})
+    }
     with pytest.raises(ConfigError, match=r"interleaved_microbatches: got 2\. With modalities.language.memory.offload"):
         check({"modalities": modalities})
 

@@ -24,7 +24,8 @@ class Own(torch.optim.AdamW):
 
 def states(module: nn.Module, bucket_bytes: int) -> OffloadedStates:
     plan = SimpleNamespace(
-        modalities={"language": Modality(offload="optimizer")}, partition=SimpleNamespace(users=lambda _: {"language"})
+        modalities={"language": Modality(memory={"offload": "optimizer"})},
+        partition=SimpleNamespace(users=lambda _: {"language"}),
     )
     return OffloadedStates(module, cast(Plan, plan), HostMemory(torch.device("cpu")), bucket_bytes)
 

@@ -56,7 +56,7 @@ def test_every_form_can_be_written_in_yaml_and_on_the_command_line(form: Any, tm
     for options in ([f"--config={file}"], override):
         found = auto_cli(said, args=options)["language"].memory.activation_checkpointing
         assert found == form
-        check({"modalities": {"language": Modality(pp_size=2, activation_checkpointing=found)}})
+        check({"modalities": {"language": Modality(pp_size=2, memory={"activation_checkpointing": found})}})
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ class Operations(TorchDispatchMode):
 
 
 def recomputing(root: nn.Module, said: Any) -> Recompute:
-    cut = partition(root, {"language": Modality(activation_checkpointing=said)})
+    cut = partition(root, {"language": Modality(memory={"activation_checkpointing": said})})
     key = StageKey("language", 0)
     count = len(cut.parts["language"].paths)
     view = StageView(key, {"language": StageCut("language", 0, 0, count)}, frozenset(), frozenset(), True, False)

@@ -15,7 +15,11 @@ from lightning_mm5d.partition import partition
 
 def cut(said: Any, **sizes: Any) -> Any:
     return partition(
-        Toy(), {"vision": Modality(**VISION), "language": Modality(activation_checkpointing=said, **sizes, **LANGUAGE)}
+        Toy(),
+        {
+            "vision": Modality(**VISION),
+            "language": Modality(memory={"activation_checkpointing": said}, **sizes, **LANGUAGE),
+        },
     )
 
 
@@ -56,4 +60,4 @@ def test_a_modality_without_layers_is_refused_by_name() -> None:
     root = nn.Module()
     root.head = nn.Linear(4, 4)
     with pytest.raises(ConfigError, match=r"modalities\.language\.memory\.activation_checkpointing.*no list of layers"):
-        partition(root, {"language": Modality(activation_checkpointing="full")})
+        partition(root, {"language": Modality(memory={"activation_checkpointing": "full"})})

@@ -18,8 +18,8 @@ LAYOUTS = {
     "pp 2": Layout({"model": Modality(pp_size=2)}, 2),
     "vision | pp 2": Layout({"vision": Modality(**VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 3),
     "two replicas of pp 2": Layout({"model": Modality(dp_size=2, pp_size=2)}, 4, 2),
-    "replicas of unlike speed": Layout({"model": Modality(dp_size=2, speeds=(3, 1))}, 2, 2),
-    "zero 2": Layout({"model": Modality(dp_size=2, zero_stage=2)}, 2, 2),
+    "replicas of unlike speed": Layout({"model": Modality(dp_size=2, pipeline={"speeds": (3, 1)})}, 2, 2),
+    "zero 2": Layout({"model": Modality(dp_size=2, sharding={"zero_stage": 2})}, 2, 2),
 }
 FLOPS, SAMPLES = 1_000_000, 8
 

@@ -38,7 +38,7 @@ def said(modalities: dict[str, Modality] | None = None) -> Any:
 
 def lengths(pipelines: Any, world: int, **fields: Any) -> tuple[int, ...]:
     """The pipelines of a number of ranks, equal ones too."""
-    found = completed({"language": Modality(pipelines=pipelines, **fields)}, world)["language"]
+    found = completed({"language": Modality(pipeline={"pipelines": pipelines}, **fields)}, world)["language"]
     return found.lengths or (found.pp_size or 1,) * (found.dp_size or 1)
 
 
@@ -82,12 +82,12 @@ def lengths(pipelines: Any, world: int, **fields: Any) -> tuple[int, ...]:
     ],
 )
 def test_what_does_not_go_with_unlike_pipelines_is_refused(pipelines: Any, fields: Any, path: str) -> None:
-    message = refusal({"language": Modality(pipelines=pipelines, **fields)})
+    message = refusal({"language": Modality(pipeline={"pipelines": pipelines}, **fields)})
     assert message.startswith(f"modalities.language.{path}: ")
 
 
 def test_what_counts_on_equal_pipelines_of_another_modality_is_refused() -> None:
-    language = Modality(pipelines=[4, 3])
+    language = Modality(pipeline={"pipelines": [4, 3]})
     for field, value in (("colocate_with", "language"), ("colocate_with", "language.1"), ("feeds", [0])):
         message = refusal({"vision": Modality(**{field: value}), "language": language})
         assert message.startswith(f"modalities.vision.{path_of(field)}: ")
@@ -100,7 +100,12 @@ def test_what_counts_on_equal_pipelines_of_another_modality_is_refused() -> None
 
 def test_one_modality_says_how_many_replicas_any_number_of_ranks_has() -> None:
     for other in ({"min": 2}, [2, 1]):
-        message = refusal({"vision": Modality(pipelines=other), "language": Modality(pipelines={"min": 3})})
+        message = refusal(
+            {
+                "vision": Modality(pipeline={"pipelines": other}),
+                "language": Modality(pipeline={"pipelines": {"min": 3}}),
+            }
+        )
         assert message.startswith("modalities.")
         assert "pipelines: got {'min': " in message
         assert "as in [" in message
@@ -120,12 +125,15 @@ def test_refusals_come_when_the_strategy_is_made(
     pipelines: Any, fields: dict[str, Any], options: dict[str, Any], path: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^{path}: got .*modalities\.model\.pipeline\.pipelines"):
-        MultimodalStrategy({"model": Modality(pipelines=pipelines, **fields)}, **options)
+        MultimodalStrategy({"model": Modality(pipeline={"pipelines": pipelines}, **fields)}, **options)
     assert not torch.distributed.is_initialized()
 
 
 def test_what_counts_on_equal_numbers_of_microbatches_is_refused() -> None:
-    unlike, speeds = {"model": Modality(pipelines=[2, 1])}, {"model": Modality(dp_size=2, speeds=[2, 1])}
+    unlike, speeds = (
+        {"model": Modality(pipeline={"pipelines": [2, 1]})},
+        {"model": Modality(dp_size=2, pipeline={"speeds": [2, 1]})},
+    )
     assert refusal(unlike, schedule="zbv").startswith("schedule: got 'zbv'")
     assert refusal(unlike, schedule=lambda graph: {}).startswith("schedule: ")
     assert refusal(speeds, schedule=lambda graph: {}).startswith("schedule: ")
@@ -163,7 +171,7 @@ def test_any_number_of_ranks_from_the_minimum_on_has_pipelines() -> None:
 
 
 def test_pipelines_of_equal_length_are_equal_replicas() -> None:
-    found = completed({"language": Modality(pipelines={"min": 3})}, 6)["language"]
+    found = completed({"language": Modality(pipeline={"pipelines": {"min": 3}})}, 6)["language"]
     assert found == Modality(dp_size=2, pp_size=3)
 
 
@@ -181,7 +189,7 @@ def test_numbers_of_ranks_beyond_the_longest_pipelines_are_refused_with_the_near
 def test_every_number_of_ranks_has_the_most_replicas_that_use_all_of_them(width: int, beside: int) -> None:
     """`beside` ranks of vision in each replica, and `width` for each stage of language."""
     for shortest, world in product(range(1, 5), range(1, 40)):
-        modalities = {"language": Modality(tp_size=width, pipelines={"min": shortest})}
+        modalities = {"language": Modality(tp_size=width, pipeline={"pipelines": {"min": shortest}})}
         if beside:
             modalities["vision"] = Modality(tp_size=beside)
         most = world // (shortest * width + beside)
@@ -200,5 +208,5 @@ def test_every_number_of_ranks_has_the_most_replicas_that_use_all_of_them(width:
 
 
 def test_other_modalities_have_their_ranks_in_each_replica() -> None:
-    found = completed({"vision": Modality(tp_size=2), "language": Modality(pipelines={"min": 2})}, 9)
+    found = completed({"vision": Modality(tp_size=2), "language": Modality(pipeline={"pipelines": {"min": 2}})}, 9)
     assert found["language"].lengths == (3, 2)

@@ -43,13 +43,15 @@ class Unlike(NamedTuple):
 
 TEMPLATES = [PipelineTemplate(stages=[1, 3]), PipelineTemplate(stages=[2, 2]), PipelineTemplate(offsets=[-1, 1, 0])]
 UNLIKE = {
-    "pp 4 and pp 3": Unlike("gpt2", {"model": Modality(pipelines=[4, 3])}, 7, (8, 6), 7, {"num_microbatches": 7}),
+    "pp 4 and pp 3": Unlike(
+        "gpt2", {"model": Modality(pipeline={"pipelines": [4, 3]})}, 7, (8, 6), 7, {"num_microbatches": 7}
+    ),
     "templates of pp 2, pp 2 and pp 3": Unlike(
-        "t5", {"model": Modality(pipelines=TEMPLATES)}, 7, (3, 2, 4), 4, {"num_microbatches": 3}
+        "t5", {"model": Modality(pipeline={"pipelines": TEMPLATES})}, 7, (3, 2, 4), 4, {"num_microbatches": 3}
     ),
     "pp 1, pp 2 and pp 1 at speeds": Unlike(
         "bert",
-        {"model": Modality(pipelines=[1, 2, 1], speeds=[1, 5, 2.5])},
+        {"model": Modality(pipeline={"pipelines": [1, 2, 1], "speeds": [1, 5, 2.5]})},
         4,
         (1, 7, 4),
         4,
@@ -57,7 +59,7 @@ UNLIKE = {
     ),
     "dp 2 at speeds": Unlike(
         "bert",
-        {"model": Modality(dp_size=2, speeds=[3, 1])},
+        {"model": Modality(dp_size=2, pipeline={"speeds": [3, 1]})},
         2,
         (3, 1),
         4,
@@ -65,17 +67,17 @@ UNLIKE = {
         {"accumulate_grad_batches": 2},
     ),
     "dp 2 of any number of ranks, without microbatches": Unlike(
-        "bert", {"model": Modality(pipelines={"min": 1})}, 2, (1, 1), 4, {"num_microbatches": 1}
+        "bert", {"model": Modality(pipeline={"pipelines": {"min": 1}})}, 2, (1, 1), 4, {"num_microbatches": 1}
     ),
     "dp 2 at equal speeds, in one microbatch": Unlike(
-        "bert", {"model": Modality(dp_size=2, speeds=[1, 1])}, 2, (1, 1), 4, {"num_microbatches": 1}
+        "bert", {"model": Modality(dp_size=2, pipeline={"speeds": [1, 1]})}, 2, (1, 1), 4, {"num_microbatches": 1}
     ),
     "pp 2 and pp 1 with tp 2": Unlike(
-        "bert", {"model": Modality(pipelines=[2, 1], tp_size=2)}, 6, (5, 3), 4, {"num_microbatches": 4}
+        "bert", {"model": Modality(pipeline={"pipelines": [2, 1]}, tp_size=2)}, 6, (5, 3), 4, {"num_microbatches": 4}
     ),
     "vision | language pp 2 and pp 1": Unlike(
         "llava",
-        {"vision": Modality(), "language": Modality(pipelines=[2, 1])},
+        {"vision": Modality(), "language": Modality(pipeline={"pipelines": [2, 1]})},
         5,
         (5, 3),
         4,
@@ -83,7 +85,7 @@ UNLIKE = {
     ),
     "vision with the first rank of language pp 3 and pp 2": Unlike(
         "llava",
-        {"vision": Modality(colocate_with="language.0"), "language": Modality(pipelines=[3, 2])},
+        {"vision": Modality(colocate_with="language.0"), "language": Modality(pipeline={"pipelines": [3, 2]})},
         5,
         (5, 3),
         4,
@@ -92,7 +94,7 @@ UNLIKE = {
     ),
     "vision pp 2 and pp 1 | language pp 1 and pp 2": Unlike(
         "llava",
-        {"vision": Modality(pipelines=[2, 1]), "language": Modality(pipelines=[1, 2])},
+        {"vision": Modality(pipeline={"pipelines": [2, 1]}), "language": Modality(pipeline={"pipelines": [1, 2]})},
         6,
         (4, 4),
         4,
@@ -100,7 +102,7 @@ UNLIKE = {
     ),
     "frozen vision | language pp 2 and pp 1": Unlike(
         "llava",
-        {"vision": Modality(), "language": Modality(pipelines=[2, 1])},
+        {"vision": Modality(), "language": Modality(pipeline={"pipelines": [2, 1]})},
         5,
         (5, 3),
         4,
@@ -216,7 +218,7 @@ class Logging(L.LightningModule):
 
 def logged(rank: int | None, weight: str) -> dict[str, float]:
     """What the epoch of 21 samples logs, as two replicas that take 6 and 2 of 8 samples, or as one process."""
-    modalities = {"model": Modality(dp_size=2, speeds=[3, 1])}
+    modalities = {"model": Modality(dp_size=2, pipeline={"speeds": [3, 1]})}
     data = Rows("bert", 21)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -24,7 +24,7 @@ from lightning_mm5d.tools.cli.job import settle
 UNLIKE = Layout(
     {
         "vision": Modality(colocate_with="language.0", **VISION),
-        "language": Modality(pipelines=[2, 1], speeds=[3, 1], **LANGUAGE),
+        "language": Modality(pipeline={"pipelines": [2, 1], "speeds": [3, 1]}, **LANGUAGE),
     },
     3,
     2,
@@ -157,12 +157,17 @@ def test_a_run_goes_on_in_the_midst_of_an_epoch_to_the_last_bit(ranks: list[dict
 
 
 @pytest.mark.parametrize(
-    "modality", [Modality(pipelines=[2, 1]), Modality(dp_size=3, speeds=[2, 1, 1]), Modality(pipelines={"min": 1})]
+    "modality",
+    [
+        Modality(pipeline={"pipelines": [2, 1]}),
+        Modality(dp_size=3, pipeline={"speeds": [2, 1, 1]}),
+        Modality(pipeline={"pipelines": {"min": 1}}),
+    ],
 )
 def test_batch_norms_that_wait_for_all_ranks_are_refused(modality: Modality) -> None:
     module = Normed()
     module.decoder.layers[1].norm.inner = nn.SyncBatchNorm(WIDTH)
-    strategy = MultimodalStrategy({"model": modality}, num_microbatches=2)
+    strategy = MultimodalStrategy({"model": modality}, batching={"num_microbatches": 2})
     settle(strategy, 3, 1)
     with pytest.raises(ConfigError, match=r"^decoder\.layers\.1\.norm\.inner: got 'SyncBatchNorm'"):
         strategy.validate(module)
@@ -176,7 +181,7 @@ def test_lightnings_own_conversion_of_batch_norms_is_refused(tmp_path: Path) -> 
 def test_manual_optimization_is_refused_where_samples_are_dealt_out() -> None:
     module = Toy()
     module.automatic_optimization = False
-    strategy = MultimodalStrategy({"model": Modality(pipelines={"min": 1})})
+    strategy = MultimodalStrategy({"model": Modality(pipeline={"pipelines": {"min": 1}})})
     settle(strategy, 3, 1)
     with pytest.raises(ConfigError, match=r"automatic_optimization: .*neither pipelines nor speeds"):
         strategy.validate(module)

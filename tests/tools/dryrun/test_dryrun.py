@@ -35,12 +35,19 @@ LAYOUTS = {
         {"vision": Modality(**VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 3
     ),
     "vision, rank 0; language, ranks 1 and 2 as replicas that share states": Layout(
-        {"vision": Modality(dp_size=1, **VISION), "language": Modality(zero_stage=1, dp_size=2, **LANGUAGE)}, 3, 2
+        {
+            "vision": Modality(dp_size=1, **VISION),
+            "language": Modality(sharding={"zero_stage": 1}, dp_size=2, **LANGUAGE),
+        },
+        3,
+        2,
     ),
     "both modalities on ranks 0-3: stages of 2 replicas, two chunks each": Layout(
         {
             "vision": Modality(colocate_with="language", **VISION),
-            "language": Modality(pp_size=2, pp_chunks=2, dp_size=2, zero_stage=3, **LANGUAGE),
+            "language": Modality(
+                pp_size=2, pipeline={"pp_chunks": 2}, dp_size=2, sharding={"zero_stage": 3}, **LANGUAGE
+            ),
         },
         4,
         2,

@@ -114,7 +114,7 @@ def test_a_case_is_the_graph_that_papers_draw() -> None:
 
 
 def test_costs_are_those_of_ranks_and_shared_by_their_chunks() -> None:
-    language = Modality(pp_size=2, pp_chunks=2, cost=[2.0, 3.0])
+    language = Modality(pp_size=2, pipeline={"pp_chunks": 2}, cost=[2.0, 3.0])
     costs = _costs(_graph(3, vision=Modality(cost=0.5), language=language))
     assert {stage: forward for stage, (forward, _, _) in costs.items()} == {
         "vision.0": 0.5,
@@ -126,7 +126,7 @@ def test_costs_are_those_of_ranks_and_shared_by_their_chunks() -> None:
 
 
 def test_chunks_lie_in_a_v_where_they_are_told_to() -> None:
-    modalities = {"language": Modality(pp_size=2, pp_chunks=2, cost=[2.0, 3.0])}
+    modalities = {"language": Modality(pp_size=2, pipeline={"pp_chunks": 2}, cost=[2.0, 3.0])}
     layout = Layout.build(modalities, world_size=2, loss_modality="language")
     graph = sketch(layout, modalities, 2, v_shaped=True)
     assert [(node.rank, node.forward_cost) for node in graph.nodes] == [(0, 1.0), (1, 1.5), (1, 1.5), (0, 1.0)]

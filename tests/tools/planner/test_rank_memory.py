@@ -51,8 +51,8 @@ def _size(tensors: Any) -> int:
 
 
 def shared(stage: int) -> Layout:
-    encoder = Modality(colocate_with="language", zero_stage=stage, **VISION)
-    return Layout({"vision": encoder, "language": Modality(zero_stage=stage, **LANGUAGE)}, 2, 2)
+    encoder = Modality(colocate_with="language", sharding={"zero_stage": stage}, **VISION)
+    return Layout({"vision": encoder, "language": Modality(sharding={"zero_stage": stage}, **LANGUAGE)}, 2, 2)
 
 
 LAYOUTS = {
