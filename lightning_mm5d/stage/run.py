@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d.data.random_state import StepDraws
 from lightning_mm5d.partition import Partition
+from lightning_mm5d.partition.parts import has_module
 from lightning_mm5d.sharded.remote_value import Origin, is_remote, marked
 from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.stage.layer_results import LayerCall, hidden_of, hidden_path, place_in
@@ -310,10 +311,10 @@ class Run:
                     f"{name} is called {index + 1} times in stage {self.stage.name}, and the stage that computes it "
                     f"called it {len(results)} times: what the step does must not depend on the stage"
                 )
-            owns = map(self._runtime.root.get_submodule, self._runtime.partition.encoders[modality].owns)
-            if any(isinstance(one, nn.Module) and is_hooked(one) for one in owns):
+            root, owns = self._runtime.root, self._runtime.partition.encoders[modality].owns
+            if any(is_hooked(root.get_submodule(path)) for path in owns if has_module(root, path)):
                 # hooks keep stand-ins, so that the step finds nothing that they kept of another batch
-                with shown_stand_ins(self._runtime.root):
+                with shown_stand_ins(root):
                     self._called(name, modality, original, args, kwargs)
             self.writes.skipped(name)
             return self._taps.result(call, copies(results[index]), own=modality in self.stage.must_use)
