@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.expert_parallel.expert_lookup import LISTS, holds_experts
-from lightning_mm5d.partition.compiled import IN_PLACE, is_compiled, is_compiled_in_place
+from lightning_mm5d.partition.compiled import IN_PLACE, compiled_parts, is_compiled, is_compiled_in_place
 from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.sharded.collectives import dry_run
 from lightning_mm5d.sharded.remote_value import Origin, is_remote
@@ -102,7 +102,11 @@ class Patches(Removable):
             self._draw_apart(runtime.root.get_submodule(cut.path), cut.method, cut.name)
 
     def _patch_lists(self) -> None:
+        compiled = [path for path, _ in compiled_parts(self._runtime.root)]
         for name, layers in self._runtime.lists.items():
+            # an encoder that is compiled as a whole is one stage, and its boundary answers for it in others
+            if any(is_in(self._runtime.partition.layers[name] or "", path) for path in compiled if path):
+                continue
             cuts = [stage.cuts.get(name) for stage in self._runtime.stages]
             if not all(cut is not None and cut.last - cut.first == len(layers) for cut in cuts):
                 for layer in dict.fromkeys(layers):

@@ -282,6 +282,13 @@ class CompiledHead(Ordinary):
         self.decoder.norm = torch.compile(self.decoder.norm, backend="eager")
 
 
+@row(SECTION, "`torch.compile` of the whole encoder")
+class CompiledEncoder(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = torch.compile(self.encoder, backend="eager")
+
+
 @row(SECTION, "gradients of a layer are frozen by `requires_grad_` in `on_train_batch_start`")
 class Freezes(Ordinary):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
