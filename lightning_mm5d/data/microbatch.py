@@ -233,7 +233,8 @@ def merge(outputs: Sequence[Any], samples: Sequence[int], where: str = "", *, te
     the list of the M outputs. A tuple is a container unless it holds strings only.
 
     Samples lie along dim 0, or along dim 1 where only that has their number (states of an LSTM). A warning tells of an
-    integer that is equal in all microbatches and not their number of samples, and of a dim that is a guess.
+    integer that is equal in all microbatches and not their number of samples, of a dim that is a guess, and of rows
+    that are numbered anew in each microbatch.
 
     Args:
         outputs: M outputs of a step.
@@ -322,6 +323,12 @@ def _merge_tensors(outputs: list[torch.Tensor], samples: list[int], where: str, 
                 f"a tensor of {tuple(first.shape)} for {samples[0]} samples, is joined along dim {dims[0]}. "
                 "Where this is not the dim of samples, return another one first, or use microbatches of another size",
             )
+        if same_rows and _count_up(outputs):
+            _warn(
+                where,
+                "whole numbers that count up, start again in each microbatch. Take them from the batch, or set "
+                "num_microbatches: 1",
+            )
         return torch.cat(outputs, dims[0]) if same_rows else outputs
     if all(torch.equal(output, first) for output in outputs):
         return first
@@ -332,6 +339,17 @@ def _merge_tensors(outputs: list[torch.Tensor], samples: list[int], where: str, 
             "list of those of the microbatches. Return a row for each sample, or set num_microbatches: 1",
         )
     return outputs
+
+
+def _count_up(outputs: list[torch.Tensor]) -> bool:
+    """Whether each is ``i, i + 1, i + 2, ...`` with the same i, as ``torch.arange(len(x))`` is."""
+    first = outputs[0]
+    if first.ndim != 1 or first.dtype == torch.bool or first.is_floating_point() or first.is_complex():
+        return False
+    least = min(map(len, outputs))  # of two or less it may be by chance
+    if least < 3 or not torch.equal(first.diff(), torch.ones_like(first[1:])):
+        return False
+    return all(torch.equal(output[:least], first[:least]) for output in outputs)
 
 
 def _have_samples(outputs: list[torch.Tensor], samples: list[int], dim: int) -> bool:

@@ -388,3 +388,12 @@ def test_a_list_of_tensors_of_unequal_lengths_holds_a_sample_in_each() -> None:
 def test_lists_whose_samples_would_be_guessed_are_refused(batch: Any) -> None:
     with pytest.raises(ConfigError, match=r"agree on dim 0|neither that many rows"):
         split(batch, 2)
+
+
+def test_rows_that_are_numbered_anew_in_each_microbatch_are_told_of() -> None:
+    with pytest.warns(UserWarning, match=r"in \['ids'\], whole numbers that count up, start again in each microbatch"):
+        joined = merge([{"ids": torch.arange(4) + 8}, {"ids": torch.arange(3) + 8}], [4, 3])
+    assert joined["ids"].tolist() == [8, 9, 10, 11, 8, 9, 10]
+    for quiet in ([[0, 1, 2], [3, 4, 5]], [[0, 1], [0, 1]], [[0, 2, 1], [0, 2, 1]]):
+        parts = [torch.tensor(part) for part in quiet]
+        assert merge(parts, [len(part) for part in parts]).tolist() == quiet[0] + quiet[1]
