@@ -174,6 +174,18 @@ class LogCapture:
         """Go on with the microbatch that `take` returned `state` of."""
         self._microbatch, self._samples = state
 
+    def plain(self) -> dict[int, dict[tuple[LogOptions, int], LogCall]]:
+        """Return the calls of each microbatch that log a number, and not what metrics count, by options and turn."""
+        found: dict[int, dict[tuple[LogOptions, int], LogCall]] = {}
+        for index, calls in self._calls.items():
+            seen: Counter[LogOptions] = Counter()
+            found[index] = {}
+            for call in calls:
+                if call.options.metric_attribute is None and call.key not in self.joined.values:
+                    found[index][call.options, seen[call.options]] = call
+                seen[call.options] += 1
+        return found
+
     @contextmanager
     def discarded(self) -> Iterator[None]:
         """Drop what is recorded inside the block."""
@@ -321,6 +333,12 @@ def _as_tensor(value: Any, call: str) -> tuple[Tensor | None, torch.dtype]:
 
 def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merged_value(options: LogOptions, calls: list[LogCall]) -> float | None:
+    """Return the number that is logged where microbatches log `calls`; None where these have none."""
+    value = _merge_calls(options, calls).value
+    return None if value is None else float(value)
 
 
 def _merge_calls(options: LogOptions, calls: list[LogCall]) -> MergedLog:

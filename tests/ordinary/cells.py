@@ -135,7 +135,7 @@ def _results(rank: int, column: str, uses: Sequence[Any], folder: str) -> list[d
                 warnings.simplefilter("always")
                 result = use(Run(layout, layout.replicas, OPTIONS.get(column, {}), path))
             said = [str(one.message) for one in caught]
-            results.append({**result, WARNED: [text for text in said if "the first two microbatches" in text]})
+            results.append({**result, WARNED: [text for text in said if "loss of the first two microbatches" in text]})
         except Exception as error:
             results.append(Failure.of(error))
             if torch.distributed.is_initialized():

@@ -42,6 +42,7 @@ from lightning_mm5d.sharded.remote_value import is_remote, plain
 from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.kept_values import KeptState
+from lightning_mm5d.trainer.logs import LogCall, LogOptions, merged_value
 from lightning_mm5d.trainer.steps import FirstBatch
 from lightning_mm5d.trainer.user_step import UserStep
 
@@ -144,6 +145,7 @@ class _Checks(Attached):
                 step = _JoinedStep(*given, state=state, **first.options)
                 with step.uncounted():
                     self._steps.run(step, frozenset())
+                    step.keep_logs()
         finally:
             self._steps.writes = writes
         if writes:
@@ -176,6 +178,7 @@ class _JoinedStep(UserStep):
 
     Attributes:
         losses: of the last stage, by index of the microbatch.
+        logs: numbers that the step logged there, by index of the microbatch, and by what and when.
     """
 
     forgives = (Exception,)
@@ -183,6 +186,7 @@ class _JoinedStep(UserStep):
     def __init__(self, *args: Any, state: KeptState, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.losses: dict[int, Tensor] = {}
+        self.logs: dict[int, dict[tuple[LogOptions, int], LogCall]] = {}
         self._state = state
 
     def structure(self, batch: Any) -> Any:
@@ -202,6 +206,10 @@ class _JoinedStep(UserStep):
     def _batch(self, microbatch: Microbatch) -> Any:
         """The batch with tensors of its own, which the step may write to."""
         return with_tensors(super()._batch(microbatch), lambda _, tensor: tensor.clone())
+
+    def keep_logs(self) -> None:
+        """Keep what the step has logged, which `uncounted` drops."""
+        self.logs = self._capture.plain()
 
     def finish(self, result: Any, index: int) -> None:
         """Keep the loss."""
@@ -309,12 +317,35 @@ def _compare(module: LightningModule, step: _JoinedStep) -> None:
     weights = step.weights.own[:2]
     parts = [loss * weight for loss, weight in zip((one, other), weights, strict=True) if weight]
     mean = sum(parts) / sum(weights) if parts else math.nan
+    _compare_logs(step, (one, other, joined), rounding)
     if not math.isfinite(joined) or not parts or _differ(one, again, rounding * _LEAST):
         return
     if _differ(mean, joined, rounding):
         warnings.warn(
             f"training_step: the loss of the first two microbatches is {joined:.6g} as one batch, and {mean:.6g} as "
             f"the mean of both, by which they train. {_advice(one, other, joined, rounding)} {_SEE}",
+            stacklevel=2,
+        )
+
+
+def _compare_logs(step: _JoinedStep, losses: Sequence[float], rounding: float) -> None:
+    """Warn of each number that two microbatches log otherwise than both as one; but for the loss itself."""
+    for call in step.logs.get(0, {}):
+        found = [log for index in range(4) if (log := step.logs.get(index, {}).get(call)) is not None]
+        values = [float(log.value) for log in found if log.value is not None]
+        if len(values) < 4 or not math.isfinite(values[2]) or _differ(values[0], values[3], rounding * _LEAST):
+            continue
+        logged = merged_value(call[0], found[:2])
+        is_loss = not any(_differ(a, b, rounding) for a, b in zip(values, losses, strict=False))
+        if logged is None or is_loss or not _differ(logged, values[2], rounding):
+            continue
+        is_sum = call[0].reduce_fx == "mean" and not _differ(values[0] + values[1], values[2], rounding)
+        what, fix = "no mean over samples", "Log a torchmetrics.Metric, which counts the batch as one"
+        if is_sum:
+            what, fix = "a sum over samples", 'Log a mean, or say reduce_fx="sum"'
+        warnings.warn(
+            f"training_step: {call[0].name!r} is logged as {values[2]:.6g} of the first two microbatches as one batch, "
+            f"and as {logged:.6g} of both. It is {what}. {fix}, or set num_microbatches: 1.",
             stacklevel=2,
         )
 

@@ -132,6 +132,39 @@ def test_a_loss_that_is_no_mean_is_told_of_once_and_what_draws_or_fails_is_not(w
         assert all(TOLD[name] in text for text in said)
 
 
+class Logging(Toy):
+    """Logs means, sums and others, each under the name of what it is."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        sizes = batch["images"].flatten(1).norm(dim=1)
+        self.log("loss", loss)
+        self.log("mean", sizes.mean())
+        self.log("constant", 0.1)
+        self.log("sum that is summed", sizes.sum(), reduce_fx="sum")
+        self.log("largest", sizes.max(), reduce_fx="max")
+        self.log_dict({"sum": sizes.sum(), "count": len(sizes), "root": sizes.mean() ** 0.5})
+        self.log("mean that is summed", sizes.mean(), reduce_fx="sum")
+        return loss
+
+
+def _told_of_logs(rank: int, world: int) -> list[str]:
+    run = Run(LAYOUTS[world])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.trainer(max_steps=2, use_distributed_sampler=False).fit(Logging(), run.loader(16))
+    return [str(one.message) for one in caught if "first two microbatches" in str(one.message)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_number_that_microbatches_log_otherwise_than_the_batch_is_told_of_once(world: int) -> None:
+    said = [text for rank in call_ranks(world, _told_of_logs, world) for text in rank]
+    names = ["sum", "count", "root", "mean that is summed"]
+    assert [text.partition("'")[2].partition("'")[0] for text in said] == names
+    assert all('say reduce_fx="sum"' in text for text in said[:2])
+    assert all("torchmetrics.Metric" in text for text in said[2:])
+
+
 def _unchecked(rank: int, world: int) -> dict[str, list[str]]:
     found = {}
     for name, count in (("a mean", 2), ("a sum with noise", 2), ("a sum with noise", 1), ("code for four samples", 2)):
