@@ -48,7 +48,7 @@ TINY: dict[str, Any] = LLAMA | {"num_hidden_layers": 2}
             "cp_mode: got 'rings'. It is one of allgather, ring, ulysses, hybrid, items",
         ),
         ({"cp_mode": "rings"}, "Did you mean 'ring'?"),
-        ({"cp_size": 2, "cp_mode": None}, "cp_mode: got None"),
+        ({"cp_size": 2, "context": {"cp_mode": None}}, "cp_mode: got None"),
         ({"cp_size": 2, "cp_distribution": "zig-zag"}, "Did you mean 'zigzag'?"),
         ({"cp_size": 2, "cp_distribution": 3}, "cp_distribution: got 3. It is one of uniform, zigzag, makespan_min"),
         (
