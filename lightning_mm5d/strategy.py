@@ -381,7 +381,8 @@ class MultimodalStrategy(CheckpointStrategy):
         # also before `setup`: a module may ask in its own hook how many steps there will be
         if self._agreement is not None:
             self._agreement.check("dataloader", loader(dataloader))
-        layout, trainer = self.layout, self._module("process_dataloader").trainer
+        layout, module = self.layout, self._module("process_dataloader")
+        trainer = module.trainer
         served = layout.replicas_of_rank(self.own_rank)
         dataloader = shard_loader(
             dataloader,
@@ -391,6 +392,7 @@ class MultimodalStrategy(CheckpointStrategy):
             alone=all(len(layout.replica_ranks(number)) == 1 for number in served),
             trainer=self._resume.watch(trainer) if trainer.training else None,
             shares=layout.microbatches(self.num_microbatches or 1) if trainer.training and layout.deals else None,
+            kept=[trainer, *module.modules()],
         )
         if self.microbatching == "loader" and self.num_microbatches is not None and self.num_microbatches > 1:
             return group_batches(dataloader, self.num_microbatches)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -63,6 +63,7 @@ def shard_loader(
     alone: bool = False,
     trainer: TrainerProgress | None = None,
     shares: Sequence[int] | None = None,
+    kept: Iterable[object] = (),
 ) -> _Loader:
     """Return the loader of a rank that serves the replicas `shards` out of `num_shards`.
 
@@ -81,6 +82,7 @@ def shard_loader(
             beginning.
         shares: microbatches of each replica, by which the feature that has ``dealing`` deals samples out; None for
             replicas that draw their own.
+        kept: objects that a data set may hold, and that copies of it share: the trainer, modules.
 
     Returns:
         A loader of the same class. It yields batches for one shard, `ReplicaBatches` for several.
@@ -101,19 +103,24 @@ def shard_loader(
         if hasattr(dataloader, "state_dict"):
             rule = "A loader of an IterableDataset with a state of its own cannot be read for each"
             raise unservable(dataloader, rule, "Use a DataLoader, or a map-style data set")
-        first, *others = (_stream(dataloader, shard, num_shards, seed, trainer) for shard in shards)
+        first, *others = (_stream(dataloader, shard, num_shards, seed, trainer, [*kept]) for shard in shards)
         first.others = others
         return first  # type: ignore[return-value]
     return _served(_copied(dataloader, _ShardIteration), shards, num_shards, seed, alone, trainer, shares)
 
 
 def _stream(
-    dataloader: DataLoader[Any], shard: int, num_shards: int, seed: int, trainer: TrainerProgress | None
+    dataloader: DataLoader[Any],
+    shard: int,
+    num_shards: int,
+    seed: int,
+    trainer: TrainerProgress | None,
+    kept: Sequence[object],
 ) -> _StreamIteration:
     """Return a loader of one shard with a data set of its own, as another process would have."""
     loader = _copied(dataloader, _StreamIteration)
     with suppress(TypeError, NotImplementedError):  # one that holds a file: its shards are compared anyway
-        object.__setattr__(loader, "dataset", copy.deepcopy(dataloader.dataset))
+        object.__setattr__(loader, "dataset", copy.deepcopy(dataloader.dataset, {id(one): one for one in kept}))
     return _served(loader, [shard], num_shards, seed, True, trainer, None)
 
 

@@ -301,10 +301,10 @@ def test_a_rank_holds_the_bytes_of_its_own_main_parameters(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("said", "precision", "field", "rule"),
     [
-        ("float32", "32-true", "main_params", "wider than what layers compute in, and the module has float32"),
-        ("float32", "bf16-mixed", "main_params", "wider"),
-        ("float64", "64-true", "main_params", "the module has float64"),
-        ("float16", "bf16-true", "main_params", "one of float32, float64"),
+        ("float32", "32-true", "numerics.main_params", "wider than what layers compute in, and the module has float32"),
+        ("float32", "bf16-mixed", "numerics.main_params", "wider"),
+        ("float64", "64-true", "numerics.main_params", "the module has float64"),
+        ("float16", "bf16-true", "numerics.main_params", "one of float32, float64"),
     ],
 )
 def test_main_parameters_that_are_no_wider_are_refused(said: str, precision: str, field: str, rule: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from features.toys import PAIR, PIXELS, SHARED, TWINS, WIDTH, Layout, Run, Samples, Toy, assert_same, together, weights
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.groups import with_fields
 from parity import test_parity
 from parity.harness import fit, strategy
 from ranks import call_ranks
@@ -42,7 +43,7 @@ class Frozen(Toy):
 
 def cached(layout: Layout, folder: Path | None, **fields: Any) -> Layout:
     said = None if folder is None else str(folder)
-    vision = replace(layout.modalities["vision"], cache_features=said, **fields)
+    vision = with_fields(layout.modalities["vision"], cache_features=said, **fields)
     return replace(layout, modalities={**layout.modalities, "vision": vision})
 
 

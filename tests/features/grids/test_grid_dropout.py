@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from features.toys import Layout, Run, alone, assert_same, together, weights
 from lightning_mm5d import Modality
+from lightning_mm5d.config.groups import with_fields
 from lightning_mm5d.features.grids.block import GridShape
 from lightning_mm5d.layout.even_split import even_ranges
 from parity.harness import Batches
@@ -76,7 +76,7 @@ def reentrant(module: Noted) -> Noted:
 def again(run: Run, kind: str) -> Run:
     assert run.layout is not None
     (modality,) = run.layout.modalities.values()
-    layout = Layout({"language": replace(modality, activation_checkpointing=kind)}, run.layout.world)
+    layout = Layout({"language": with_fields(modality, activation_checkpointing=kind)}, run.layout.world)
     return Run(layout, run.options)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from features.toys import PIPE, SHARED, TWINS, Layout, Run, Toy, assert_same, figures, outcomes, weights
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.groups import with_fields
 from lightning_mm5d.features.offload import feature, host_memory
 from lightning_mm5d.features.offload.fields import check
 from lightning_mm5d.features.offload.host_memory import HostMemory, Stored
@@ -72,7 +72,7 @@ def resumed(run: Run) -> Any:
 
 def offloading(layout: Layout, vision: tuple[str, ...] = ALL) -> Layout:
     modalities = {
-        name: replace(modality, offload=[*(vision if name == "vision" else ALL[:2])])
+        name: with_fields(modality, offload=[*(vision if name == "vision" else ALL[:2])])
         for name, modality in layout.modalities.items()
     }
     return Layout(modalities, layout.world, layout.replicas)
@@ -135,7 +135,7 @@ def validate(modalities: dict[str, Modality], module: Toy) -> None:
     ],
 )
 def test_what_cannot_be_offloaded_is_refused(modality: str, offload: Any, message: str) -> None:
-    modalities = {**PIPE.modalities, modality: replace(PIPE.modalities[modality], offload=offload)}
+    modalities = {**PIPE.modalities, modality: with_fields(PIPE.modalities[modality], offload=offload)}
     with pytest.raises(ConfigError, match=message):
         validate(modalities, Toy())
 

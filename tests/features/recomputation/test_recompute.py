@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from features.toys import PIPE, SHARED, Layout, Run, Toy, alone, assert_same, outcomes, together, weights
 from lightning_mm5d import Modality
+from lightning_mm5d.config.groups import with_fields
 from parity.harness import Batches
 from zoo import CASES
 
@@ -82,7 +83,7 @@ def kinds(run: Run) -> Any:
     found = []
     for kind in ("none", "full", "selective", {"every": 2}, {"fraction": 0.3}, {"layers": [0]}):
         assert run.layout is not None
-        chosen = {name: replace(one, activation_checkpointing=kind) for name, one in run.layout.modalities.items()}
+        chosen = {name: with_fields(one, activation_checkpointing=kind) for name, one in run.layout.modalities.items()}
         torch.manual_seed(5)
         found.append(fit(replace(run, layout=replace(run.layout, modalities=chosen)), Toy(dropout=0.2)))
     return found

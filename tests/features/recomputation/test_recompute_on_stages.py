@@ -11,6 +11,7 @@ import torch
 
 from features.toys import LANGUAGE, VISION, Layout, Run, Toy, together, weights
 from lightning_mm5d import Modality
+from lightning_mm5d.config.groups import with_fields
 
 STAGES = Layout(
     {"vision": Modality(colocate_with="language.0", **VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 2
@@ -59,7 +60,7 @@ class Single(Counted):
 
 def fit(run: Run, kind: Any, made: type[Counted] = Counted, **options: Any) -> tuple[dict[str, Any], Counter[int]]:
     assert run.layout is not None
-    language = replace(run.layout.modalities["language"], activation_checkpointing=kind)
+    language = with_fields(run.layout.modalities["language"], activation_checkpointing=kind)
     torch.manual_seed(5)
     module = made()
     chosen = replace(run, layout=replace(run.layout, modalities={**run.layout.modalities, "language": language}))

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.groups import path_of
 from lightning_mm5d.stage.deferred import Deferred
 from ranks import call_ranks
 
@@ -318,7 +319,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_adapters_on_experts_are_refused_before_processes_start(name: str) -> None:
     composition = Composition(ranks=2 * REFUSED[name].get("tp_size", 1), fields=REFUSED[name], module=LORA)
-    with pytest.raises(ConfigError, match=f"modalities.language.{name}: got"):
+    with pytest.raises(ConfigError, match=f"modalities.language.{path_of(name)}: got"):
         run(build(composition), composition)
 
 

@@ -15,6 +15,7 @@ from features.throughput.counted_runs import Kept, by_sample, counted, one_proce
 from features.toys import PAIR, Run, Samples, Toy, alone, together
 from lightning_mm5d import Modality, ModalityThroughput
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.groups import with_fields
 from parity.harness import strategy
 from ranks import call_ranks
 from zoo import CASES, apply_freeze
@@ -169,7 +170,7 @@ def test_features_that_are_read_take_no_flops(tmp_path: Any) -> None:
     module.encoder.requires_grad_(False)
     flops, _ = one_process(module, batch)
     encoding = 2 * sum(p.numel() for p in module.encoder.parameters() if p.ndim == 2) * 8
-    vision = replace(PAIR.modalities["vision"], cache_features=str(tmp_path / "features"))
+    vision = with_fields(PAIR.modalities["vision"], cache_features=str(tmp_path / "features"))
     cached = replace(PAIR, modalities={**PAIR.modalities, "vision": vision})
     logged = together(cached, features_from_files, tmp_path)[0]
     assert logged[0]["flops"] == pytest.approx(flops / 8, rel=1e-6)
