@@ -141,6 +141,6 @@ def test_an_embedding_is_full_where_that_is_said_and_the_head_stays_sharded() ->
     assert "model.lm_head.weight" in shards
     assert not any("embed_tokens" in name for name in shards)
     with pytest.raises(
-        ConfigError, match=r"language\.shard_embedding: got False\. .*embed_tokens.* is tied to .*lm_head"
+        ConfigError, match=r"language\.tensor\.shard_embedding: got False\. .*embed_tokens.* is tied to .*lm_head"
     ):
         planned("llama_tied")
