@@ -228,6 +228,7 @@ def _serve(index: int, pipe: Connection, other_end: Connection, call: Call | Non
     """A rank's process: run one call, or those that come through the pipe until None does."""
     other_end.close()
     faulthandler.register(signal.SIGUSR1, file=2)
+    faulthandler.enable(file=2)  # where a test's output is, which pytest's own handler does not write to
     POOL.forget()
     torch.set_num_threads(1)
     numbers, torch_numbers = random.getstate(), torch.get_rng_state()
