@@ -174,11 +174,25 @@ def _read_video(path: Path, frames: int | None) -> list[Any]:
     av = _package("av", "av", "video", path)
     try:
         with av.open(str(path)) as opened:
-            images: Sequence[Any] = [frame.to_image() for frame in opened.decode(video=0)]
+            count = opened.streams.video[0].frames  # as its header says, if it does
+        images, decoded = _decoded(av, path, spaced(count, frames))
+        if decoded != count:
+            images, _ = _decoded(av, path, spaced(decoded, frames))
     except (OSError, ValueError, IndexError) as error:
         rule = f"PyAV cannot read it as a video ({error})"
         raise ConfigError("file", str(path), rule, "Check the file") from error
-    return [images[at] for at in spaced(len(images), frames)]
+    return images
+
+
+def _decoded(av: Any, path: Path, places: Sequence[int]) -> tuple[list[Any], int]:
+    """The frames of a video at some places, of which no others are kept, and how many there are."""
+    images, wanted, count = list[Any](), set(places), 0
+    with av.open(str(path)) as opened:
+        for frame in opened.decode(video=0):
+            if count in wanted:
+                images.append(frame.to_image())
+            count += 1
+    return images, count
 
 
 def _package(module: str, package: str, extra: str, path: Path) -> Any:

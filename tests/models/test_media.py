@@ -7,6 +7,7 @@ import struct
 import wave
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -67,6 +68,35 @@ def test_a_folder_and_a_list_are_videos_in_the_order_of_numbers(tmp_path: Path) 
         assert [frame.getpixel((0, 0))[0] for frame in read_item(value)] == [1, 2, 10]
         assert [frame.getpixel((0, 0))[0] for frame in read_item(value, frames=1)] == [2]
     assert spaced(8, 4) == [1, 3, 5, 7]
+
+
+def film(path: Path, count: int, codec: str) -> Path:
+    """A video of `count` frames, each one brighter than the frame before."""
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream(codec, rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for number in range(count):
+            pixels = np.full((48, 64, 3), 40 + 5 * number, dtype=np.uint8)
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        file.mux(stream.encode())
+    return path
+
+
+@pytest.mark.parametrize(("ending", "codec"), [("mp4", "mpeg4"), ("avi", "mpeg4"), ("mkv", "mpeg4")])
+def test_frames_of_a_video_file_are_decoded_and_no_more_are_kept(tmp_path: Path, ending: str, codec: str) -> None:
+    path = film(tmp_path / f"a.{ending}", 32, codec)
+    every = read_item(path)
+    assert len(every) == 32
+    assert all(frame.size == (64, 48) for frame in every)
+    for frames in (8, 1, 40):
+        shown = read_item(path, frames=frames)
+        places = spaced(32, frames)
+        assert len(shown) == len(places)
+        for frame, place in zip(shown, places, strict=True):
+            assert abs(frame.getpixel((30, 20))[0] - (40 + 5 * place)) <= 4
+    (tmp_path / "b.mp4").write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ConfigError, match=r"b\.mp4.*PyAV cannot read it as a video"):
+        read_item(tmp_path / "b.mp4")
 
 
 def test_items_and_arrays_pass_as_they_are(tmp_path: Path) -> None:
