@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.context_parallel.balance.distributions import by_items, distribute
+from lightning_mm5d.context_parallel.balance import by_items, distribute
 from lightning_mm5d.context_parallel.exchange.attention import ContextGroups
 from lightning_mm5d.context_parallel.hooks.layer_attention import Call
 from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
