@@ -42,8 +42,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_mm5d.context_parallel.exchange.local import Alone, Core, Local, nothing, precise
-from lightning_mm5d.context_parallel.exchange.ring import Ring
+from lightning_mm5d.context_parallel.exchange.ring import Alone, Core, Local, Ring, nothing, precise
 from lightning_mm5d.context_parallel.exchange.transfers import Gather, SumScattered
 from lightning_mm5d.context_parallel.exchange.ulysses import Heads, joined, within
 from lightning_mm5d.sharded.collectives import TensorGroup
