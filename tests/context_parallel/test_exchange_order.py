@@ -17,7 +17,7 @@ from context_parallel.exchange_cases import DV, LIMIT_S, B, Case, D, call, group
 from lightning_mm5d.context_parallel.exchange import attention, ring
 from lightning_mm5d.context_parallel.exchange.attention import context_attention
 from lightning_mm5d.context_parallel.exchange.ring import Local
-from lightning_mm5d.context_parallel.exchange.transfers import Gather
+from lightning_mm5d.context_parallel.exchange.ulysses import Gather
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.sequence_ring import Hop
 from ranks import run_ranks

@@ -43,8 +43,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_mm5d.context_parallel.exchange.ring import Alone, Core, Local, Ring, nothing, precise
-from lightning_mm5d.context_parallel.exchange.transfers import Gather, SumScattered
-from lightning_mm5d.context_parallel.exchange.ulysses import Heads, joined, within
+from lightning_mm5d.context_parallel.exchange.ulysses import Gather, Heads, SumScattered, joined, within
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.kept_results import as_one
 from lightning_mm5d.sharded.sequence import TokenSplit
