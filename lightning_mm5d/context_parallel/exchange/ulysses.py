@@ -8,8 +8,9 @@ not read its key heads in equal shares, key heads are repeated so that each quer
 Among the inner ranks of a hybrid (USP, Fang and Zhao 2024) "all tokens" are those of the inner ranks together; a ring
 does the rest.
 
-`Gather`, `SumScattered` and `AllToAll`, also of the other modes, post a transfer when they are made; ``wait`` returns what has arrived. Buffers live as long as the object,
-which gloo needs. All ranks of a group make the same transfers in the same order, ranks without tokens included.
+`Gather`, `SumScattered` and `AllToAll`, also of the other modes, post a transfer when they are made; ``wait`` returns
+what has arrived. Buffers live as long as the object, which gloo needs. All ranks of a group make the same transfers in
+the same order, ranks without tokens included.
 
 Tokens come first in what is sent: a token's heads and width then lie next to each other, and putting tokens into the
 order of the sequence is one indexed copy of long rows.

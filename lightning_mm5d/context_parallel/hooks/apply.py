@@ -27,13 +27,16 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.context_parallel.hooks.arguments import Arguments, names_of, replaced
-from lightning_mm5d.context_parallel.hooks.assignment import Assignment, Ranks
 from lightning_mm5d.context_parallel.hooks.interface import Interface
 from lightning_mm5d.context_parallel.hooks.layer_attention import Attention
 from lightning_mm5d.context_parallel.hooks.layer_tensors import (
+    Arguments,
+    Assignment,
+    Ranks,
     local_argument,
     local_state,
+    names_of,
+    replaced,
     shard_entries,
     sharded_records,
     sharded_result,

@@ -24,10 +24,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.context_parallel.hooks.arguments import Arguments, item_dim, replaced, token_dim
-from lightning_mm5d.context_parallel.hooks.assignment import Assigned, Ranks
 from lightning_mm5d.context_parallel.hooks.layer_attention import Attention, Call
-from lightning_mm5d.context_parallel.hooks.layer_tensors import nothing
+from lightning_mm5d.context_parallel.hooks.layer_tensors import (
+    Arguments,
+    Assigned,
+    Ranks,
+    item_dim,
+    nothing,
+    replaced,
+    token_dim,
+)
 from lightning_mm5d.context_parallel.hooks.support import BATCH_NORMS, Mixers, Reader
 from lightning_mm5d.context_parallel.hooks.whole_modules import Dims, Key, Surveying, WholeModules
 from lightning_mm5d.data.random_state import kept_random_state
