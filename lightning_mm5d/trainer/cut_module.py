@@ -11,7 +11,7 @@ import torch
 
 from lightning_mm5d.config.features import part_of
 from lightning_mm5d.context_parallel.hooks.apply import ContextParallel
-from lightning_mm5d.context_parallel.hooks.interface import Interface
+from lightning_mm5d.context_parallel.hooks.layer_attention import Interface
 from lightning_mm5d.context_parallel.hooks.layer_tensors import Ranks
 from lightning_mm5d.engine.run_groups import RunGroups
 from lightning_mm5d.expert_parallel.expert_layer import Experts

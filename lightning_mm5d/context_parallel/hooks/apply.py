@@ -27,8 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.context_parallel.hooks.interface import Interface
-from lightning_mm5d.context_parallel.hooks.layer_attention import Attention
+from lightning_mm5d.context_parallel.hooks.layer_attention import Attention, Interface
 from lightning_mm5d.context_parallel.hooks.layer_tensors import (
     Arguments,
     Assignment,
