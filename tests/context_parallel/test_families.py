@@ -24,7 +24,7 @@ from lightning_mm5d.context_parallel.exchange.attention import ContextGroups
 from lightning_mm5d.context_parallel.hooks.apply import ContextParallel
 from lightning_mm5d.context_parallel.hooks.layer_attention import Interface
 from lightning_mm5d.context_parallel.hooks.layer_tensors import Ranks
-from lightning_mm5d.context_parallel.hooks.support import check_layers
+from lightning_mm5d.context_parallel.hooks.whole_modules import check_layers
 from lightning_mm5d.partition.find import find
 from lightning_mm5d.sharded.collectives import TensorGroup
 from ranks import run_ranks

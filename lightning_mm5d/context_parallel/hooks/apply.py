@@ -41,8 +41,7 @@ from lightning_mm5d.context_parallel.hooks.layer_tensors import (
     sharded_result,
 )
 from lightning_mm5d.context_parallel.hooks.layer_ways import LayerInput, LayerWays
-from lightning_mm5d.context_parallel.hooks.support import takes_products
-from lightning_mm5d.context_parallel.hooks.whole_modules import WholeCall, WholeModules
+from lightning_mm5d.context_parallel.hooks.whole_modules import WholeCall, WholeModules, takes_products
 from lightning_mm5d.context_parallel.masks.caches import Cache
 from lightning_mm5d.data.random_state import drawing_together
 from lightning_mm5d.partition.hidden_state import at, hidden_place

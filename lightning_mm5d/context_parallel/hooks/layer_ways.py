@@ -34,8 +34,15 @@ from lightning_mm5d.context_parallel.hooks.layer_tensors import (
     replaced,
     token_dim,
 )
-from lightning_mm5d.context_parallel.hooks.support import BATCH_NORMS, Mixers, Reader
-from lightning_mm5d.context_parallel.hooks.whole_modules import Dims, Key, Surveying, WholeModules
+from lightning_mm5d.context_parallel.hooks.whole_modules import (
+    BATCH_NORMS,
+    Dims,
+    Key,
+    Mixers,
+    Reader,
+    Surveying,
+    WholeModules,
+)
 from lightning_mm5d.data.random_state import kept_random_state
 from lightning_mm5d.partition.hidden_state import at, hidden_place
 from lightning_mm5d.sharded.collectives import in_one_piece
