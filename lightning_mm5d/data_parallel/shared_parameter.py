@@ -42,7 +42,7 @@ from lightning_mm5d.plan.data_shards import DataShard
 from lightning_mm5d.plan.plan import Traffic
 from lightning_mm5d.sharded.collectives import Encoding, waits_on_device
 from lightning_mm5d.sharded.remote_value import TELLING
-from lightning_mm5d.sharded.renamed import all_gather_single, reduce_scatter_single
+from lightning_mm5d.sharded.torch_internals import all_gather_single, reduce_scatter_single
 
 
 def gather(own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, encoding: Encoding | None) -> Any:

@@ -27,8 +27,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_mm5d.sharded.remote_value import same_origin
-from lightning_mm5d.sharded.renamed import all_gather_single, reduce_scatter_single
-from lightning_mm5d.sharded.torch_internals import is_held_once, is_observed, is_view
+from lightning_mm5d.sharded.torch_internals import (
+    all_gather_single,
+    is_held_once,
+    is_observed,
+    is_view,
+    reduce_scatter_single,
+)
 
 
 def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.sharded.renamed import all_gather_single, reduce_scatter_single
 from lightning_mm5d.sharded.sequence import TokenSplit
+from lightning_mm5d.sharded.torch_internals import all_gather_single, reduce_scatter_single
 
 
 class Places(NamedTuple):
