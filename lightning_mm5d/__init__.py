@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from lightning_mm5d.models.projectors import ProjectorConfig
     from lightning_mm5d.recipes.data import MultimodalDataModule
     from lightning_mm5d.recipes.module import MultimodalModule
-    from lightning_mm5d.sharded.vocabulary_shard import VocabularyShard, vocabulary_shard
+    from lightning_mm5d.sharded.class_operations import VocabularyShard, vocabulary_shard
     from lightning_mm5d.strategy import MultimodalStrategy
     from lightning_mm5d.tensor_parallel.family_plans import TensorParallelPlan
     from lightning_mm5d.tensor_parallel.plan_lookup import register_tensor_parallel_plan

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_mm5d.sharded.class_operations import check_targets
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.sharded.cross_entropy import check_targets
 from lightning_mm5d.sharded.tensor import Group, Sharded, Sharding, as_sharded
 
 if TYPE_CHECKING:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lightning_mm5d.sharded.class_operations import padded_rows, without_padding
 from lightning_mm5d.sharded.collectives import TensorGroup, Wait, view
 from lightning_mm5d.sharded.remote_value import same_origin
 from lightning_mm5d.sharded.sequence_ring import ring_gather, ring_sum_scattered
@@ -40,7 +41,6 @@ from lightning_mm5d.sharded.torch_internals import (
     number_of_backward,
     renumber_in_backward,
 )
-from lightning_mm5d.sharded.vocabulary_shard import padded_rows, without_padding
 
 Sharding = tuple[int, tuple[int, ...]]  # the sharded dim, and its length on each rank
 

@@ -35,12 +35,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_mm5d.config.errors import ConfigError, private
+from lightning_mm5d.sharded.class_operations import (
+    Columns,
+    check_targets,
+    cross_entropy,
+    padded_linear,
+    padded_rows,
+    without_padding,
+)
 from lightning_mm5d.sharded.collectives import exchange
-from lightning_mm5d.sharded.cross_entropy import check_targets, cross_entropy
 from lightning_mm5d.sharded.sequence_operations import is_tokens, reduced_losses
 from lightning_mm5d.sharded.tensor import WRITING, NotYetComputed, Sharded, as_sharded, from_local, functions_named
 from lightning_mm5d.sharded.torch_internals import as_plain_tensors, version_of
-from lightning_mm5d.sharded.vocabulary_shard import Columns, padded_linear, padded_rows, without_padding
 
 Pointwise = Callable[[Tensor], Tensor]
 
