@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from lightning_mm5d.sharded.class_operations import padded_rows, without_padding
 from lightning_mm5d.sharded.collectives import TensorGroup, Wait, view
 from lightning_mm5d.sharded.remote_value import same_origin
-from lightning_mm5d.sharded.sequence_ring import ring_gather, ring_sum_scattered
+from lightning_mm5d.sharded.sequence import ring_gather, ring_sum_scattered
 from lightning_mm5d.sharded.torch_internals import (
     is_held_once,
     number_in_backward,

@@ -19,7 +19,7 @@ from lightning_mm5d.context_parallel.exchange.attention import context_attention
 from lightning_mm5d.context_parallel.exchange.ring import Local
 from lightning_mm5d.context_parallel.exchange.ulysses import Gather
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.sharded.sequence_ring import Hop
+from lightning_mm5d.sharded.sequence import Hop
 from ranks import run_ranks
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_mm5d.sharded import sequence_ring
 from lightning_mm5d.sharded.collectives import TensorGroup, dry_run
-from lightning_mm5d.sharded.sequence_ring import Hop, ring_gather, ring_sum_scattered
+from lightning_mm5d.sharded.sequence import Hop, ring_gather, ring_sum_scattered
 from ranks import run_ranks
 from tensor_parallel.layouts import Compared, check_all
 

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward, merge
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.sharded.sequence import TokenSplit
-from lightning_mm5d.sharded.sequence_ring import Hop
+from lightning_mm5d.sharded.sequence import Hop, TokenSplit
 
 if TYPE_CHECKING:
     from lightning_mm5d.context_parallel.masks.mask import Mask

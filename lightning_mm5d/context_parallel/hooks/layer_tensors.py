@@ -42,8 +42,7 @@ from lightning_mm5d.context_parallel.hooks.private_names import collector
 from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
 from lightning_mm5d.partition.hidden_state import Place
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.sharded.sequence import Holders, ShardedSequence, TokenSplit
-from lightning_mm5d.sharded.sequence_operations import is_tokens
+from lightning_mm5d.sharded.sequence import Holders, ShardedSequence, TokenSplit, is_tokens
 from lightning_mm5d.sharded.tensor import Sharded
 
 _OF_ANOTHER = ("encoder_hidden_states", "cross_attention_states", "key_value_states", "kv_states", "cu_seqlens")

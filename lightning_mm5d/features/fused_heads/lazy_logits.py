@@ -44,7 +44,7 @@ from lightning_mm5d.sharded.class_operations import (
     without_padding,
 )
 from lightning_mm5d.sharded.collectives import exchange
-from lightning_mm5d.sharded.sequence_operations import is_tokens, reduced_losses
+from lightning_mm5d.sharded.sequence import is_tokens, reduced_losses
 from lightning_mm5d.sharded.tensor import WRITING, NotYetComputed, Sharded, as_sharded, from_local, functions_named
 from lightning_mm5d.sharded.torch_internals import as_plain_tensors, version_of
 
