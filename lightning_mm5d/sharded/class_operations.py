@@ -21,9 +21,9 @@ Where arguments do not fit, or a rank has no class, the operation that the funct
 in every layout: where a rank has all classes, its shard is the full tensor, and sums over ranks return their argument.
 Where context parallel ranks share the tokens, logits are gathered, and the shard is the full tensor too.
 
-Rows of zeros after those of a head's weight, so that its products have sizes that kernels of GPUs want.
-
-They exist within a product alone. No parameter has them, and their columns are cut off before anybody sees the logits.
+**Padding.** Rows of zeros come after those of a head's weight, so that its products have sizes that kernels of GPUs
+want. They exist within a product alone. No parameter has them, and their columns are cut off before anybody sees the
+logits.
 
 C classes of this rank, D width.
 """

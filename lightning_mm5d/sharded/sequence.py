@@ -9,10 +9,8 @@ local tensors gets R times the gradient of this rank's tokens, one that worked o
 and for both the *mean* over the R ranks is the true gradient: so gradients are reduced (`Ownership.gradient_weight`),
 once a step. The backward multiplies by R where a full tensor was gathered, and divides by R where one was scattered.
 
-Which tokens of a sequence each rank of a group holds.
-
-A `TokenSplit` is plain data and the same on every rank: for each rank the ranges of its tokens. Results that depend on
-a split alone live on it (`kept`).
+**Split.** A `TokenSplit` says which tokens of a sequence each rank of a group holds. It is plain data and the same on
+every rank: for each rank the ranges of its tokens. Results that depend on a split alone live on it (`kept`).
 
 **Functions along the sharded dim.** Tokens may lie on any rank (`ShardedSequence`), so a view of several sequences as
 one, a stretch of a sequence and a loss over tokens are again sharded tensors. With the rules of `operations` these
@@ -357,7 +355,7 @@ def refined(split: TokenSplit, count: int) -> TokenSplit:
     return TokenSplit.of(ranges, split.size)
 
 
-def is_tokens(group: Group) -> TypeGuard[Tokens]:
+def is_tokens(group: Group) -> TypeGuard[ShardedSequence]:
     """Whether a group holds a sequence split by tokens."""
     return not isinstance(group, TensorGroup)
 
@@ -391,7 +389,7 @@ def reshaped_sequences(x: Sharded, sizes: Sequence[int]) -> Any:
     return NotImplemented
 
 
-def _viewed(local: Tensor, sizes: Sequence[int], at: int, group: Tokens) -> Sharded:
+def _viewed(local: Tensor, sizes: Sequence[int], at: int, group: ShardedSequence) -> Sharded:
     local_sizes = [*sizes]
     local_sizes[at] = group.lengths[group.index]
     return as_sharded(local.reshape(local_sizes), _sharding(at - len(sizes), group))
@@ -444,7 +442,9 @@ def cross_entropy_of_tokens(logits: Sharded, target: Tensor, options: Mapping[st
     return reduced_losses(losses, target, group, reduction, ignored)
 
 
-def reduced_losses(losses: Tensor, target: Tensor, group: Tokens | None, reduction: str, ignore_index: int) -> Tensor:
+def reduced_losses(
+    losses: Tensor, target: Tensor, group: ShardedSequence | None, reduction: str, ignore_index: int
+) -> Tensor:
     """Reduce the losses of rows as ``torch.nn.functional.cross_entropy`` does without class weights.
 
     Args:
@@ -465,7 +465,7 @@ def reduced_losses(losses: Tensor, target: Tensor, group: Tokens | None, reducti
     return total / (target.shape[0] if target.dim() == 2 else (target != ignore_index).sum())
 
 
-def _sharding(dim: int, group: Tokens) -> Sharding:
+def _sharding(dim: int, group: ShardedSequence) -> Sharding:
     return Sharding(dim, group.lengths, group.split.size, group)
 
 
