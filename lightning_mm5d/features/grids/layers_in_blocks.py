@@ -47,8 +47,7 @@ from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.tensor_parallel.region import Region
-from lightning_mm5d.tensor_parallel.resolve import Division, LayersInBlocks
-from lightning_mm5d.tensor_parallel.units import OwnHeads
+from lightning_mm5d.tensor_parallel.resolve import Division, LayersInBlocks, OwnHeads
 
 
 class _Alone:
