@@ -9,7 +9,7 @@ The core imports no feature. It goes through this list, in this order, and calls
 - ``experts.py`` finds experts that ranks share, and brings tokens to them (`expert_parallel.expert_layer.Experts`);
 - ``checkpoints.py`` says how checkpoints are saved and loaded that are folders (`trainer.checkpoints.Checkpoints`);
 - ``costs.py`` says which layers run again in their backward (`partition.costs`);
-- ``layers_in_blocks.py`` divides layers over tensor parallel ranks (`tensor_parallel.division.OtherDivision`);
+- ``layers_in_blocks.py`` divides layers over tensor parallel ranks (`tensor_parallel.plan_lookup.OtherDivision`);
 - ``schedules.py`` builds schedules by name (`schedule.builders`);
 - ``sharding_plans.py`` says how layers of known models are sharded (`tensor_parallel.family_plans`);
 - ``remaining.py`` finds what is left of an epoch that another layout began (`data.resumable`);

@@ -25,7 +25,7 @@ from lightning_mm5d.partition.compiled import check_compiled
 from lightning_mm5d.plan.stage_graph import Ownership, StageGraphs
 from lightning_mm5d.plan.topology import Topology
 from lightning_mm5d.sharded.collectives import Encoding
-from lightning_mm5d.tensor_parallel.division import divide
+from lightning_mm5d.tensor_parallel.plan_lookup import divide
 from lightning_mm5d.tensor_parallel.resolve import Division
 
 

@@ -33,7 +33,7 @@ from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import partition
 from lightning_mm5d.partition.costs import costed, kept_of, step_costs
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.tensor_parallel.division import divide
+from lightning_mm5d.tensor_parallel.plan_lookup import divide
 from lightning_mm5d.tensor_parallel.resolve import Division
 from lightning_mm5d.tools.planner.layout_costs import LayoutCosts, Link, StepTime
 from lightning_mm5d.tools.planner.placements import Space, configured, layer_costs, plain, recomputing, replica_graph
