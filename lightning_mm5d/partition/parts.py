@@ -30,9 +30,8 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.source.loops import looped_calls
-from lightning_mm5d.source.names import mentions
 from lightning_mm5d.source.order import accesses, is_followed
-from lightning_mm5d.source.trees import method_of
+from lightning_mm5d.source.trees import mentions, method_of
 
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 

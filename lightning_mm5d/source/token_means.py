@@ -15,8 +15,7 @@ from typing import Literal
 
 from torch import nn
 
-from lightning_mm5d.source.names import names
-from lightning_mm5d.source.trees import function_of, method_of, tree_of
+from lightning_mm5d.source.trees import function_of, method_of, names, tree_of
 
 Counting = Literal["all", "shifted"]
 """Which labels count: all, or all but the first of each row; those of -100 never do."""

@@ -24,9 +24,8 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.features import parts
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.partition import Partition
-from lightning_mm5d.source.names import names
 from lightning_mm5d.source.reads import is_handling
-from lightning_mm5d.source.trees import own_functions
+from lightning_mm5d.source.trees import names, own_functions
 from lightning_mm5d.tensor_parallel.family_plans import Families, TensorParallelPlan, family_plan, known_families
 from lightning_mm5d.tensor_parallel.plan_rules import metadata, rules, sizes
 from lightning_mm5d.tensor_parallel.resolve import Division, resolve

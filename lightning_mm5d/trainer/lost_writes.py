@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_mm5d.source.names import reached
-from lightning_mm5d.source.trees import decorated, tree_of
+from lightning_mm5d.source.trees import decorated, reached, tree_of
 
 if TYPE_CHECKING:
     from torch import nn

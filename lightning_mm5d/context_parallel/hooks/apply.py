@@ -49,8 +49,7 @@ from lightning_mm5d.sharded.kept_results import unseen
 from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.sharded.sequence import ShardedSequence
 from lightning_mm5d.sharded.tensor import Sharded
-from lightning_mm5d.source.names import names
-from lightning_mm5d.source.trees import method_of
+from lightning_mm5d.source.trees import method_of, names
 from lightning_mm5d.tensor_parallel.region import Region, drops
 
 _BY_SIZE = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal}

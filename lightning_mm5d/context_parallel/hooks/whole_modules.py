@@ -42,7 +42,7 @@ from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.sharded.sequence import ShardedSequence
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.sharded.torch_internals import is_view
-from lightning_mm5d.source.names import class_names, forward_names
+from lightning_mm5d.source.trees import class_names, forward_names
 
 _PRODUCT = "scaled_dot_product_attention"
 
