@@ -29,8 +29,7 @@ from lightning_mm5d.data.microbatch import (
 from lightning_mm5d.data.packed_images import describe
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
-from lightning_mm5d.source.passed import TARGET, Path, passed
-from lightning_mm5d.source.token_means import Counting, counting
+from lightning_mm5d.source.passed import TARGET, Counting, Path, counting, passed
 from lightning_mm5d.source.trees import reached
 
 if TYPE_CHECKING:
