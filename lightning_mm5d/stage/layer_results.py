@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_mm5d.partition.hidden_state import at, hidden_place
+from lightning_mm5d.partition.parts import at, hidden_place
 from lightning_mm5d.sharded.remote_value import Guard, Origin, RemoteValue, marked
 from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.stage.payload import Path, map_tensors, tensors_in

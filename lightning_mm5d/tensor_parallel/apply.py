@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mm5d.layout.even_split import even_lengths
-from lightning_mm5d.partition.hidden_state import at, hidden_place, with_state
+from lightning_mm5d.partition.parts import at, hidden_place, with_state
 from lightning_mm5d.sharded.class_operations import Columns
 from lightning_mm5d.sharded.collectives import TensorGroup, copy, exchange, reduce, scatter
 from lightning_mm5d.sharded.removable import Removable

@@ -40,7 +40,7 @@ from lightning_mm5d.context_parallel.exchange.attention import ContextGroups
 from lightning_mm5d.context_parallel.hooks.layer_attention import Call
 from lightning_mm5d.context_parallel.hooks.private_names import collector
 from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
-from lightning_mm5d.partition.hidden_state import Place
+from lightning_mm5d.partition.parts import Place
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.sequence import Holders, ShardedSequence, TokenSplit, is_tokens
 from lightning_mm5d.sharded.tensor import Sharded

@@ -44,7 +44,7 @@ from lightning_mm5d.context_parallel.hooks.whole_modules import (
     WholeModules,
 )
 from lightning_mm5d.data.random_state import kept_random_state
-from lightning_mm5d.partition.hidden_state import at, hidden_place
+from lightning_mm5d.partition.parts import at, hidden_place
 from lightning_mm5d.sharded.collectives import in_one_piece
 from lightning_mm5d.sharded.kept_results import unseen
 from lightning_mm5d.sharded.tensor import Sharded

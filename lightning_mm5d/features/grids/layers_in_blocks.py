@@ -42,8 +42,7 @@ from lightning_mm5d.features.grids.called import PRODUCT, around, called
 from lightning_mm5d.features.grids.grid_layers import GridChecks, GridLayers, GridPlan
 from lightning_mm5d.features.grids.grid_operations import Line, Norm, norm_of, normed
 from lightning_mm5d.partition import Partition
-from lightning_mm5d.partition.hidden_state import with_state
-from lightning_mm5d.partition.parts import is_in
+from lightning_mm5d.partition.parts import is_in, with_state
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.tensor_parallel.region import Region
