@@ -9,6 +9,7 @@ from lightning_mm5d.schedule.builders import (
     UNSPLIT_SCHEDULES,
     AnySchedule,
     build,
+    check_fields,
     is_table,
     loaded,
     name_of,
@@ -16,7 +17,6 @@ from lightning_mm5d.schedule.builders import (
     pp_rank_of,
     table_text,
 )
-from lightning_mm5d.schedule.fields import check_fields
 from lightning_mm5d.schedule.graph import Action, Graph, Kind, Node, Schedule, dependencies
 from lightning_mm5d.schedule.greedy import held_limits, in_flight_limits
 from lightning_mm5d.schedule.issue_order import Grouping, IssueOrder, Message, side_by_side
