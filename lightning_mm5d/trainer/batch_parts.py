@@ -1,7 +1,7 @@
 """How a batch becomes microbatches, and what each of them weighs, as the user has said it.
 
 The strategy's arguments say it first, then the module's methods ``split_batch`` and ``loss_weight``, then the code of
-the model's loss (`source.token_means`), and the names and lengths in the batch. Refuses label tokens that it would have
+the model's loss (`source.passed`), and the names and lengths in the batch. Refuses label tokens that it would have
 to guess: the labels are what `training_step` passes as ``labels=``, or the one tensor of that name in the batch.
 """
 
