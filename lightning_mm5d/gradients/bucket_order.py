@@ -22,13 +22,14 @@ from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
 from lightning_mm5d.gradients.buckets import (
     Bucket,
     Draw,
+    Flat,
     Piece,
     RowsBucket,
     ScatteredBucket,
+    SideStream,
     SummedBucket,
     cut_into_buckets,
 )
-from lightning_mm5d.gradients.flat import Flat, SideStream
 from lightning_mm5d.gradients.reduction import Buckets, Presence
 from lightning_mm5d.sharded.remote_value import plain
 

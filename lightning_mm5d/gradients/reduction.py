@@ -39,8 +39,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_mm5d.gradients.buckets import Bucket, Sum
-from lightning_mm5d.gradients.flat import SideStream
+from lightning_mm5d.gradients.buckets import Bucket, SideStream, Sum
 
 _REMEMBERED = 1024  # sums of digests
 _DIGEST_BYTES = 12
