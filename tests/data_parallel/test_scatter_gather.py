@@ -15,7 +15,7 @@ import torch.distributed as dist
 import nccl_order
 from lightning_mm5d.data_parallel import shared_parameter
 from lightning_mm5d.data_parallel.shared_parameter import ScatteredSum
-from lightning_mm5d.gradients.bucket_order import grown_bytes
+from lightning_mm5d.gradients.reduction import grown_bytes
 from ranks import run_ranks
 
 RANKS = 3
