@@ -30,9 +30,8 @@ from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.deferred import Deferred, DeferredProducts, deferred_linear, defers, is_linear
-from lightning_mm5d.stage.layer_results import LayerResults, hidden_of
 from lightning_mm5d.stage.payload import tensors_in
-from lightning_mm5d.stage.remote import ShapeMemory, is_hooked, shown_stand_ins
+from lightning_mm5d.stage.remote import LayerResults, ShapeMemory, hidden_of, is_hooked, shown_stand_ins
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.tensor_parallel.region import linear
 

@@ -40,9 +40,8 @@ from lightning_mm5d.partition import Partition
 from lightning_mm5d.partition.parts import has_module
 from lightning_mm5d.sharded.remote_value import Origin, is_remote, marked
 from lightning_mm5d.stage.deferred import Deferred
-from lightning_mm5d.stage.layer_results import LayerCall, hidden_of, hidden_path, place_in
 from lightning_mm5d.stage.payload import Packer, Path, Payload, arguments, copies, put, rebuild, tensors_in, unsharded
-from lightning_mm5d.stage.remote import is_hooked, shown_stand_ins
+from lightning_mm5d.stage.remote import LayerCall, hidden_of, hidden_path, is_hooked, place_in, shown_stand_ins
 from lightning_mm5d.stage.runtime import Runtime, check_used
 from lightning_mm5d.stage.step_writes import StepWrites, Tail
 from lightning_mm5d.stage.taint import Call, mark_dependent, mark_stand_in, must_travel, traced
