@@ -45,7 +45,7 @@ from lightning_mm5d.sharded.remote_value import (
 from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.stage.payload import Packer, Path, map_tensors, rebuild, tensors_in
-from lightning_mm5d.stage.taint import mark_dependent, mark_stand_in
+from lightning_mm5d.stage.taps import mark_dependent, mark_stand_in
 from lightning_mm5d.stage.view import Received, StageError, StandIn
 
 _FRAMEWORKS = ("lightning_mm5d.", "torch.", "lightning.", "pytorch_lightning.", "transformers.")

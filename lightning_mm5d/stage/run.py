@@ -44,8 +44,7 @@ from lightning_mm5d.stage.payload import Packer, Path, Payload, arguments, copie
 from lightning_mm5d.stage.remote import LayerCall, hidden_of, hidden_path, is_hooked, place_in, shown_stand_ins
 from lightning_mm5d.stage.runtime import Runtime, check_used
 from lightning_mm5d.stage.step_writes import StepWrites, Tail
-from lightning_mm5d.stage.taint import Call, mark_dependent, mark_stand_in, must_travel, traced
-from lightning_mm5d.stage.taps import Taps
+from lightning_mm5d.stage.taps import Call, Taps, mark_dependent, mark_stand_in, must_travel, traced
 from lightning_mm5d.stage.view import GraphEndError, StageError, StageView, StandIn, Stop
 
 

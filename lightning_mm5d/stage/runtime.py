@@ -21,8 +21,7 @@ from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.sharded.tensor import Group
 from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.stage.payload import sendable
-from lightning_mm5d.stage.taint import Tap, Trace
-from lightning_mm5d.stage.taps import tap_points, watched_modules
+from lightning_mm5d.stage.taps import Tap, Trace, tap_points, watched_modules
 from lightning_mm5d.stage.view import StageError, StageView, StandIn
 from lightning_mm5d.stage.written import SetAside, Written
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
