@@ -133,13 +133,13 @@ _HOMES = {
     "ShardingOptions": "config.groups",
     "TensorOptions": "config.groups",
     "TensorParallelPlan": "tensor_parallel.family_plans",
-    "VocabularyShard": "sharded.vocabulary_shard",
+    "VocabularyShard": "sharded.class_operations",
     "WatchdogTimeoutError": "config.errors",
     "from_pretrained": "features.deferred_init.pretrained",
     "multimodal_mask": "context_parallel.hooks.context_mask",
     "register_expert_parallel_plan": "expert_parallel.expert_lookup",
     "register_tensor_parallel_plan": "tensor_parallel.plan_lookup",
-    "vocabulary_shard": "sharded.vocabulary_shard",
+    "vocabulary_shard": "sharded.class_operations",
 }
 
 

@@ -38,7 +38,7 @@ from torch.distributed import Store
 from lightning_mm5d.config.errors import RankLostError, RankMismatchError, WatchdogTimeoutError
 from lightning_mm5d.monitor import stack, verdict
 from lightning_mm5d.monitor.board import INTERVAL_S, Board, Entry, machine, state_of
-from lightning_mm5d.monitor.losses import STOPPED_S, Losses
+from lightning_mm5d.monitor.verdict import STOPPED_S, Losses
 
 READS_AFTER_S = 1.5
 """a wait that long has this rank read the entries of the others"""
