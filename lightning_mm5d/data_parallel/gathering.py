@@ -25,8 +25,7 @@ import torch
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data_parallel.shared_parameter import SharedParameter
-from lightning_mm5d.data_parallel.shared_parameters import Fetch, Groups, SharedParameters
+from lightning_mm5d.data_parallel.shared_parameters import Fetch, Groups, SharedParameter, SharedParameters
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.remote_value import tensors_of
 from lightning_mm5d.sharded.removable import Removable

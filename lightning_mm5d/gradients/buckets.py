@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import private
 from lightning_mm5d.data_parallel.main_parameters import gradient_dtype
-from lightning_mm5d.data_parallel.shared_parameter import ScatteredSum, SharedParameter
+from lightning_mm5d.data_parallel.shared_parameters import ScatteredSum, SharedParameter
 from lightning_mm5d.plan.plan import Traffic
 from lightning_mm5d.plan.sums import Rows
 from lightning_mm5d.sharded.collectives import Encoding

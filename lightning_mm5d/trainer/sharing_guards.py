@@ -9,8 +9,7 @@ import lightning.pytorch as pl
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data_parallel.shared_parameter import Closed, SharedParameter
-from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
+from lightning_mm5d.data_parallel.shared_parameters import Closed, SharedParameter, SharedParameters
 from lightning_mm5d.gradients.parameter_hooks import has_hooks
 from lightning_mm5d.plan.data_shards import DataShard, DataShards
 from lightning_mm5d.plan.plan import Plan
