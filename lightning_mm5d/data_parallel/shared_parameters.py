@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_mm5d.config.errors import private
-from lightning_mm5d.plan.data_shards import DataShard
+from lightning_mm5d.plan.holdings import DataShard
 from lightning_mm5d.plan.plan import Traffic
 from lightning_mm5d.sharded.collectives import Encoding, waits_on_device
 from lightning_mm5d.sharded.remote_value import TELLING

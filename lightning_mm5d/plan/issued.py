@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, NamedTuple
 
-from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sums import sums_of
 from lightning_mm5d.plan.topology import pairs_of

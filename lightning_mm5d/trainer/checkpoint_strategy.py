@@ -22,7 +22,7 @@ from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_op
 from lightning_mm5d.checkpoint.rank_reports import RankReports, fingerprint
 from lightning_mm5d.config.errors import RankLostError, RemoteParameterError, private
 from lightning_mm5d.config.features import owned
-from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import is_remote

@@ -31,7 +31,7 @@ from lightning_mm5d.engine.run_groups import Groups, PayloadGroups, RunGroups, m
 from lightning_mm5d.engine.step_gathers import StepGathers, make_gathering
 from lightning_mm5d.gradients.gradients import SumGroups, make_gradients
 from lightning_mm5d.gradients.parameter_hooks import ParameterHooks
-from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import UNSPLIT_SCHEDULES, Graph, Schedule
 from lightning_mm5d.sharded.collectives import backend_of, message_device

@@ -40,7 +40,7 @@ from lightning_mm5d.checkpoint.optimizer_state import names_of
 from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
 from lightning_mm5d.config.groups import path_of, value_of
 from lightning_mm5d.features.refusals.optimizer_probe import dependence
-from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.source.trees import decorated, method_of, names, tree_of
 from lightning_mm5d.trainer.feature import Attached, Feature, Running

@@ -25,7 +25,7 @@ from lightning_mm5d.features.shared_experts.held_experts import (
 from lightning_mm5d.features.shared_experts.shared_experts import SharedExperts
 from lightning_mm5d.features.shared_experts.token_exchange import TokenGroup
 from lightning_mm5d.partition import Partition
-from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import TensorGroup
 
