@@ -30,8 +30,7 @@ from typing_extensions import override
 
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.microbatch import batch_samples, leaves
-from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
-from lightning_mm5d.engine.recorder import Moment, Recorder, moment, seconds_between
+from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course, Moment, Recorder, moment, seconds_between
 from lightning_mm5d.features.throughput.flop_count import FlopCount
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.schedule import Action
