@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         TensorOptions,
     )
     from lightning_mm5d.context_parallel.hooks.context_mask import multimodal_mask
-    from lightning_mm5d.expert_parallel.expert_lookup import ExpertParallelPlan, register_expert_parallel_plan
+    from lightning_mm5d.expert_parallel import ExpertParallelPlan, register_expert_parallel_plan
     from lightning_mm5d.features.deferred_init.pretrained import from_pretrained
     from lightning_mm5d.features.throughput.modality_throughput import ModalityThroughput
     from lightning_mm5d.models.collating import MultimodalCollator
@@ -109,7 +109,7 @@ _HOMES = {
     "ComputeOptions": "config.groups",
     "ConfigError": "config",
     "ContextOptions": "config.groups",
-    "ExpertParallelPlan": "expert_parallel.expert_lookup",
+    "ExpertParallelPlan": "expert_parallel",
     "LaunchOptions": "config.groups",
     "MemoryOptions": "config.groups",
     "Modality": "config",
@@ -137,7 +137,7 @@ _HOMES = {
     "WatchdogTimeoutError": "config.errors",
     "from_pretrained": "features.deferred_init.pretrained",
     "multimodal_mask": "context_parallel.hooks.context_mask",
-    "register_expert_parallel_plan": "expert_parallel.expert_lookup",
+    "register_expert_parallel_plan": "expert_parallel",
     "register_tensor_parallel_plan": "tensor_parallel.plan_lookup",
     "vocabulary_shard": "sharded.class_operations",
 }

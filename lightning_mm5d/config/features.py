@@ -6,7 +6,7 @@ The core imports no feature. It goes through this list, in this order, and calls
   compute microbatches side by side;
 - ``construction.py`` says how modules are built (`trainer.construction.Construction`);
 - ``pipelines.py``, ``cuts.py`` and ``dealing.py`` check unlike replicas, cut their layers and deal samples out to them;
-- ``experts.py`` finds experts that ranks share, and brings tokens to them (`expert_parallel.expert_layer.Experts`);
+- ``experts.py`` finds experts that ranks share, and brings tokens to them (`expert_parallel.Experts`);
 - ``checkpoints.py`` says how checkpoints are saved and loaded that are folders (`trainer.checkpoints.Checkpoints`);
 - ``costs.py`` says which layers run again in their backward (`partition.costs`);
 - ``layers_in_blocks.py`` divides layers over tensor parallel ranks (`tensor_parallel.plan_lookup.OtherDivision`);

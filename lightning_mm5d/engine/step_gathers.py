@@ -21,7 +21,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data_parallel.gathering import Gathering
 from lightning_mm5d.data_parallel.shared_parameters import Groups, SharedParameters
 from lightning_mm5d.engine.step import Step
-from lightning_mm5d.expert_parallel.expert_layer import Experts, Products
+from lightning_mm5d.expert_parallel import Experts, Products
 from lightning_mm5d.plan.issued import why_apart
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer, parameters_of
+from lightning_mm5d.expert_parallel import ExpertLayer, parameters_of
 from lightning_mm5d.layout.even_split import even_ranges
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sums import summed_by

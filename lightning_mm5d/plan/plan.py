@@ -18,7 +18,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.features import parts
 from lightning_mm5d.config.modality import Modality, most_beside
 from lightning_mm5d.context_parallel.hooks.whole_modules import check_layers
-from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer
+from lightning_mm5d.expert_parallel import ExpertLayer
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import Partition, partition
 from lightning_mm5d.partition.compiled import check_compiled

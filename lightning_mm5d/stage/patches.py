@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError, private
-from lightning_mm5d.expert_parallel.expert_lookup import LISTS, holds_experts
+from lightning_mm5d.expert_parallel import LISTS, holds_experts
 from lightning_mm5d.partition.compiled import IN_PLACE, compiled_parts, is_compiled, is_compiled_in_place
 from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.sharded.collectives import dry_run

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_mm5d.context_parallel.hooks.apply import ContextParallel
 from lightning_mm5d.data.random_state import StepDraws
-from lightning_mm5d.expert_parallel.expert_layer import Experts
+from lightning_mm5d.expert_parallel import Experts
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.remote_value import Guard

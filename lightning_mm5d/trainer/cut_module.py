@@ -14,7 +14,7 @@ from lightning_mm5d.context_parallel.hooks.apply import ContextParallel
 from lightning_mm5d.context_parallel.hooks.layer_attention import Interface
 from lightning_mm5d.context_parallel.hooks.layer_tensors import Ranks
 from lightning_mm5d.engine.run_groups import RunGroups
-from lightning_mm5d.expert_parallel.expert_layer import Experts
+from lightning_mm5d.expert_parallel import Experts
 from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
 from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan

@@ -33,7 +33,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError, RankMismatchError, RemoteParameterError
-from lightning_mm5d.expert_parallel.expert_layer import parameters_of
+from lightning_mm5d.expert_parallel import parameters_of
 from lightning_mm5d.features.full_views.full_states import (
     Awaited,
     FullStates,

@@ -14,8 +14,7 @@ from torch import nn
 from lightning_mm5d.config.errors import ConfigError, nearest, one_of
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.engine.run_groups import Groups, Wishes
-from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer
-from lightning_mm5d.expert_parallel.expert_lookup import LISTS, ExpertParallelPlan, Found, find_plans
+from lightning_mm5d.expert_parallel import LISTS, ExpertLayer, ExpertParallelPlan, Found, find_plans
 from lightning_mm5d.features.shared_experts.held_experts import (
     ExpertGroups,
     adapters_around,

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.imported import imported
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer, Products
-from lightning_mm5d.expert_parallel.expert_lookup import LISTS
+from lightning_mm5d.expert_parallel import LISTS, ExpertLayer, Products
 from lightning_mm5d.features.shared_experts.token_exchange import Lengths, Round, TokenGroup
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.removable import put

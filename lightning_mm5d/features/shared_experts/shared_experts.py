@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.random_state import torch_states
-from lightning_mm5d.expert_parallel.expert_layer import Context, ExpertLayer, Load, Products, Showing
+from lightning_mm5d.expert_parallel import Context, ExpertLayer, Load, Products, Showing
 from lightning_mm5d.features.shared_experts.held_experts import Adapters, ExpertGroups, HeldExperts, adapters_around
 from lightning_mm5d.features.shared_experts.token_exchange import (
     BACKWARD,
