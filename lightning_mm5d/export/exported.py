@@ -34,7 +34,7 @@ from lightning_mm5d.export.lightning_file import (
     open_plain,
     write_lightning,
 )
-from lightning_mm5d.features.huggingface_record.feature import COMPILED, UNKNOWN, describe, record_in
+from lightning_mm5d.features.huggingface_record import COMPILED, UNKNOWN, describe, record_in
 from lightning_mm5d.features.sharded_checkpoints.sharded_load import ShardedCheckpoint
 from lightning_mm5d.storage.files import TensorSource
 from lightning_mm5d.storage.replacement import is_checkpoint_directory

@@ -27,7 +27,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.groups import OF_MODALITY, PipelineTemplate, path_of, value_of, with_fields
 from lightning_mm5d.config.modality import Modality, decoders_of
 from lightning_mm5d.config.tables import memory_text
-from lightning_mm5d.features.auto_schedule.schedules import lower_bound
+from lightning_mm5d.features.auto_schedule import lower_bound
 from lightning_mm5d.features.shared_experts.experts import find_experts
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import partition
