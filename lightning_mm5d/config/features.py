@@ -161,10 +161,11 @@ def refuse_absent(fields: Mapping[str, Any]) -> None:
 def _place(feature: Registered, part: str) -> str | None:
     """Where the `part` of a feature is; None where the feature has none, or is not there."""
     spec = _spec(feature)
-    if spec is None or spec.submodule_search_locations is None:
-        return None if spec is None or part != feature.part else spec.name
-    name = f"{spec.name}.{part}"
-    return None if find_spec(name) is None else name
+    if spec is not None and spec.submodule_search_locations is not None:  # a package
+        spec = find_spec(f"{spec.name}.{part}")
+    elif part != feature.part:
+        return None
+    return None if spec is None else spec.name
 
 
 def _spec(feature: Registered) -> ModuleSpec | None:
