@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from lightning_mm5d.context_parallel.hooks.context_mask import multimodal_mask
     from lightning_mm5d.expert_parallel import ExpertParallelPlan, register_expert_parallel_plan
     from lightning_mm5d.features.deferred_init.pretrained import from_pretrained
-    from lightning_mm5d.features.throughput.modality_throughput import ModalityThroughput
+    from lightning_mm5d.features.throughput.feature import ModalityThroughput
     from lightning_mm5d.models.collating import MultimodalCollator
     from lightning_mm5d.models.modality_encoder import ModalityEncoder
     from lightning_mm5d.models.multimodal_config import MultimodalConfig
@@ -114,7 +114,7 @@ _HOMES = {
     "MemoryOptions": "config.groups",
     "Modality": "config",
     "ModalityEncoder": "models.modality_encoder",
-    "ModalityThroughput": "features.throughput.modality_throughput",
+    "ModalityThroughput": "features.throughput.feature",
     "MultimodalCollator": "models.collating",
     "MultimodalConfig": "models.multimodal_config",
     "MultimodalDataModule": "recipes.data",
