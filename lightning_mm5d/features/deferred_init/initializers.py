@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_mm5d.config.errors import ConfigError, private
-from lightning_mm5d.config.imported import imported
+from lightning_mm5d.config.errors import ConfigError, imported, private
 from lightning_mm5d.features.deferred_init.deferred_init import DeferredInit
 from lightning_mm5d.features.deferred_init.deferred_weights import DeferredWeights, tensors_of
 from lightning_mm5d.partition.parts import has_module

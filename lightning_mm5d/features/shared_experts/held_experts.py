@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.imported import imported
+from lightning_mm5d.config.errors import ConfigError, imported
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.expert_parallel import LISTS, ExpertLayer, Products
 from lightning_mm5d.features.shared_experts.token_exchange import Lengths, Round, TokenGroup
