@@ -33,8 +33,7 @@ from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.sequence import Hop, TokenSplit
 
 if TYPE_CHECKING:
-    from lightning_mm5d.context_parallel.masks.mask import Mask
-    from lightning_mm5d.context_parallel.masks.tiles import Tiles
+    from lightning_mm5d.context_parallel.masks.mask import Mask, Tiles
 
 
 class Core(Protocol):

@@ -48,11 +48,11 @@ from torch.nn.functional import pad
 from torch.torch_version import TorchVersion
 
 from lightning_mm5d.config.errors import private
-from lightning_mm5d.context_parallel.masks.tiles import EMPTY, FULL, PARTIAL, TILE
+from lightning_mm5d.context_parallel.masks.mask import EMPTY, FULL, PARTIAL, TILE
 from lightning_mm5d.sharded.host_copies import on_device
 
 if TYPE_CHECKING:
-    from lightning_mm5d.context_parallel.masks.tiles import Tiles
+    from lightning_mm5d.context_parallel.masks.mask import Tiles
 
 WORD = 32  # bits
 AT_ONCE = 64  # tiles that are packed together

@@ -42,10 +42,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_mm5d.context_parallel.kernels import cpu, flex
-from lightning_mm5d.context_parallel.masks.tiles import FULL, PARTIAL, TILE
+from lightning_mm5d.context_parallel.masks.mask import FULL, PARTIAL, TILE
 
 if TYPE_CHECKING:
-    from lightning_mm5d.context_parallel.masks.tiles import Tiles
+    from lightning_mm5d.context_parallel.masks.mask import Tiles
 
 MIXED_PAIRS = 1024 * 1024
 LONG = 4  # tiles without a mask that are worth a call of their own
