@@ -360,7 +360,9 @@ class Run:
         if not self._replays and layer < cut.last:
             self._resume()
             self._pass(modality).enter(layer)
-            if self._tells_of_later(modality, args, kwargs):
+            # a first stage is entered again with results of later ones
+            again = self.stage.cuts[modality].index == 0 and self._pass(modality).number > 0
+            if again and any(is_remote(tensor) for _, tensor in tensors_in(hidden_of(args, kwargs))):
                 raise StageError(
                     f"the step passes again through the layers of {modality}, with an input that depends on what the "
                     "pass before gave, which a later stage computes: a training step with pp_size > 1 may call the "
@@ -401,11 +403,6 @@ class Run:
 
     def _layer_call(self, modality: str, layer: int) -> Call:
         return "layer", modality, layer, self._passes[modality].number if modality in self._passes else 0
-
-    def _tells_of_later(self, modality: str, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether a first stage is entered again with results of later ones."""
-        again = self.stage.cuts[modality].index == 0 and self._pass(modality).number > 0
-        return again and any(is_remote(tensor) for _, tensor in tensors_in(hidden_of(args, kwargs)))
 
     @contextmanager
     def inside(self, layer: nn.Module, modality: str, index: int, hidden: Any) -> Iterator[None]:

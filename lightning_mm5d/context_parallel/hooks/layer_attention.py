@@ -350,7 +350,9 @@ class Attention:
         """Whether each rank has whole segments of a packed sequence, so that no token attends to another rank's."""
         if bounds is None:
             return False
-        return self._recent.get(split, lambda: _whole_segments(split, self._host.of(bounds)), (bounds,))
+        # whether no rank has tokens of a segment whose other tokens are elsewhere
+        cuts = {edge for part in split.ranges for piece in part for edge in piece}
+        return self._recent.get(split, lambda: cuts <= {*self._host.of(bounds).tolist()}, (bounds,))
 
     def _check_lengths(self, query: Tensor, key: Tensor, mask: Mask, split: TokenSplit, crosses: bool) -> None:
         queries, keys, own = query.shape[2], key.shape[2], split.lengths[self._groups.whole.index]
@@ -368,12 +370,6 @@ class Attention:
         return ConfigError(
             f"modalities.{self._name}.cp_size", f"{field}={got}", rule, "Use cp_size=1, or leave it out of the model"
         )
-
-
-def _whole_segments(split: TokenSplit, bounds: Tensor) -> bool:
-    """Whether no rank has tokens of a segment whose other tokens are elsewhere."""
-    cuts = {edge for part in split.ranges for piece in part for edge in piece}
-    return cuts <= {*bounds.tolist()}
 
 
 def _by_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

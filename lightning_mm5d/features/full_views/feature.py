@@ -303,7 +303,10 @@ class _FullViews(Attached):
                 self._check_shape(form)
             for form in self._forms if self._opened else ():
                 if not issubclass(form.kind, Placeholder):
-                    self._take_back(form)
+                    if "values" in self._opened:
+                        self._exchange.cut(form.name, form.parameter.data, form.data)
+                    if "gradients" in self._opened:
+                        self._take_gradient(form)
 
     def _check_shape(self, form: _Form) -> None:
         parameter = form.parameter
@@ -311,13 +314,6 @@ class _FullViews(Attached):
             if kind in self._opened and tensor is not None and tuple(tensor.shape) != form.shape:
                 got = f"{kind} of shape {tuple(tensor.shape)}"
                 raise ConfigError(form.name, got, f"Its shape is {form.shape}", "Keep the shape of parameters in hooks")
-
-    def _take_back(self, form: _Form) -> None:
-        """Cut what the full tensors are now to this rank's part."""
-        if "values" in self._opened:
-            self._exchange.cut(form.name, form.parameter.data, form.data)
-        if "gradients" in self._opened:
-            self._take_gradient(form)
 
     def _take_gradient(self, form: _Form) -> None:
         new, local = form.parameter.grad, self._local_gradient(form)
