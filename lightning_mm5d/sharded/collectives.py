@@ -96,10 +96,10 @@ class Encoding(Protocol):
         """Sum a flat tensor in place; return a `gradients.buckets.Sum`. The seed is the same on all ranks."""
 
     def scattered(self, chunks: Sequence[Tensor], group: dist.ProcessGroup, seed: int) -> Any:
-        """Sum chunks to the rank of each, as `data_parallel.shared_parameters.ScatteredSum`, which returns a flat one."""
+        """Sum chunks to the rank of each, as a `ScatteredSum` of `data_parallel`, which returns a flat one."""
 
     def gathered(self, own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Any:
-        """Gather flat tensors, as `data_parallel.shared_parameters.Gathered`; all ranks get equal ones, the owner too."""
+        """Gather flat tensors, as a `Gathered` of `data_parallel`; all ranks get equal ones, the owner too."""
 
     def encoded(self, meta: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
         """Return a payload as it travels."""
