@@ -81,6 +81,7 @@ FEATURES = (
     Registered("compressed_communication", modality={"communication_dtype": None}),
     Registered("kernels", modality={"kernels": None}),
     Registered("cached_features", modality={"cache_features": None}),
+    Registered("balanced_microbatches", {"balance": False}),
     Registered("start_summary"),
     Registered("averages"),
     Registered("sample_proof"),

@@ -209,12 +209,15 @@ class BatchingOptions(Shown):
         loss_weight: what the loss of a microbatch weighs: its ``"samples"``, or its label ``"tokens"``, which makes a
             loss that is a mean over tokens equal to that of the whole batch; ``"auto"`` tells by the code of the loss
             which it is a mean over; or what a function of it returns.
+        balance: whether samples are dealt to microbatches so that each has as many images, frames and sounds to encode.
+            Losses, outputs and their order are those of the batch.
     """
 
     num_microbatches: int | None = None
     microbatch_size: int | None = None
     microbatching: Literal["split", "loader"] | Callable[[Any, int], Any] = "split"
     loss_weight: Literal["auto", "samples", "tokens"] | Callable[[Any], Any] = "auto"
+    balance: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

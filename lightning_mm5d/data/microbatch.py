@@ -5,6 +5,9 @@ Tensors and lists with one row per sample are cut into views, packed fields by t
 (see ``packed``), and anything without a length is repeated. It knows nothing of ranks or of the model, and
 refuses a batch in which the number of samples, or the owner of a row, would have to be guessed.
 
+Microbatches hold samples in the order of the batch, or those that a `Dealer` gives them; what they returned is then put
+back into that order.
+
 Shapes: B batch (samples), M microbatches, S sequence.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -21,7 +25,8 @@ import numpy as np
 import torch
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.packed_images import REMEDY, PackedTokens, Path, counted_ways, packed_rows
+from lightning_mm5d.data.packed_images import REMEDY, PackedTokens, Path, counted_ways, kind_of, packed_rows
+from lightning_mm5d.data.waiting import Waiting
 from lightning_mm5d.layout.even_split import even_lengths
 
 # Where tensors disagree on dim 0, the first of these names on which they do agree says what a sample is.
@@ -45,11 +50,45 @@ class Microbatch:
         batch: the samples.
         samples: their number; 1 where it is not known.
         is_counted: whether it is known.
+        places: where in the batch its samples stand; None where they follow those of the microbatch before.
     """
 
     batch: Any
     samples: int
     is_counted: bool = True
+    places: tuple[int, ...] | None = None
+
+
+Dealer = Callable[[Mapping[str, Sequence[int]], Sequence[int]], "list[list[int]] | None"]
+"""Deals the samples of a batch out to microbatches.
+
+Takes how many rows of each packed kind every sample owns, ``{"image": [2, 0, 5]}``, and the sizes of the microbatches;
+returns the samples of each, in rising order; None leaves the order of the batch.
+"""
+
+
+class Sizes(tuple[int, ...]):
+    """The numbers of samples of microbatches, and where in the batch these samples stand if not one after the other."""
+
+    order: list[int] | None = None
+
+    @classmethod
+    def of(cls, parts: Sequence[Microbatch]) -> Sizes:
+        """Return those of all microbatches of a batch."""
+        sizes = cls(part.samples for part in parts)
+        if any(part.places is not None for part in parts):
+            sizes.order = [place for part in parts for place in part.places or ()]
+        return sizes
+
+    def restored(self, rows: list[Any]) -> list[Any]:
+        """Return a list with an element for each sample of the microbatches in the order of the batch."""
+        return (
+            rows if self.order is None else [row for _, row in sorted(zip(self.order, rows, strict=True), key=_place)]
+        )
+
+
+def _place(pair: tuple[int, Any]) -> int:
+    return pair[0]
 
 
 class BatchNumber(int):
@@ -63,7 +102,7 @@ class BatchNumber(int):
 
 
 class _Cut(NamedTuple):
-    """Where one leaf is cut: microbatch m is ``[bounds[m], bounds[m + 1])`` along ``dim``."""
+    """Where one leaf is cut: part m is ``[bounds[m], bounds[m + 1])`` along ``dim``, a microbatch or a sample."""
 
     dim: int
     bounds: list[int]
@@ -129,7 +168,12 @@ def _cut_lengths(batch: Any, parts: Sequence[Any]) -> Iterator[tuple[int, ...]]:
 
 
 def split(
-    batch: Any, num_microbatches: int | None = None, *, size: int = 1, image_tokens: PackedTokens | None = None
+    batch: Any,
+    num_microbatches: int | None = None,
+    *,
+    size: int = 1,
+    image_tokens: PackedTokens | None = None,
+    dealer: Dealer | None = None,
 ) -> list[Microbatch]:
     """Cuts ``batch`` into M microbatches whose sizes differ by at most one sample, or into ones of ``size`` samples.
 
@@ -144,6 +188,7 @@ def split(
         num_microbatches: M, at least 1; None where microbatches have a size.
         size: samples of each microbatch but the last, where M is None.
         image_tokens: placeholder ids by which packed images, videos and audio are assigned to samples.
+        dealer: says which samples each microbatch has; without it these follow each other. Tensors are then copied.
 
     Returns:
         min(B, M) microbatches, or ceil(B / size). One microbatch is the batch itself, whatever is in it.
@@ -169,24 +214,68 @@ def split(
         ends = [*range(0, samples, size), samples]
     else:
         ends = list(accumulate(even_lengths(samples, min(samples, num_microbatches)), initial=0))
+    if dealer is not None:
+        cuts = _plan(batch, samples, [*range(samples + 1)], image_tokens or PackedTokens())
+        sizes = [end - start for start, end in pairwise(ends)]
+        dealt = dealer(_packed_sizes(batch, cuts), sizes)
+        if dealt is not None:
+            return [Microbatch(_gathered(batch, (), cuts, own), len(own), places=tuple(own)) for own in dealt]
     cuts = _plan(batch, samples, ends, image_tokens or PackedTokens())
     return [Microbatch(_take(batch, (), cuts, m), end - start) for m, (start, end) in enumerate(pairwise(ends))]
 
 
-def first_samples(batch: Any, count: int, image_tokens: PackedTokens | None = None) -> Microbatch:
-    """Returns the first ``count`` samples of a batch that `split` has split.
+def joined_parts(batch: Any, parts: Sequence[Microbatch], image_tokens: PackedTokens | None = None) -> Microbatch:
+    """Returns the first microbatches of a batch, as `split` has made them, as one.
 
     Args:
         batch: as for `split`.
-        count: at least 1.
+        parts: the first ones.
         image_tokens: as for `split`.
     """
-    samples = batch_samples(batch)
+    samples, count = batch_samples(batch), sum(part.samples for part in parts)
     if samples is None or samples <= count:
         return counted(batch, samples)
-    return Microbatch(
-        _take(batch, (), _plan(batch, samples, [0, count, samples], image_tokens or PackedTokens()), 0), count
-    )
+    tokens = image_tokens or PackedTokens()
+    places = Sizes.of(parts).order
+    if places is None:
+        return Microbatch(_take(batch, (), _plan(batch, samples, [0, count, samples], tokens), 0), count)
+    cuts = _plan(batch, samples, [*range(samples + 1)], tokens)
+    return Microbatch(_gathered(batch, (), cuts, places), count, places=tuple(places))
+
+
+def _packed_sizes(batch: Any, cuts: Mapping[Path, _Cut]) -> dict[str, list[int]]:
+    """How many rows every sample owns of each kind, by its field with the most elements: of patches, frames, texts."""
+    found: dict[str, tuple[int, list[int]]] = {}
+    for path, value in leaves(batch):
+        cut = cuts.get(path)
+        if cut is None or cut.dim or not (_is_array(value) or _is_ragged(value)):
+            continue
+        is_ragged = not _is_array(value)
+        rows = [len(one) for one in value] if is_ragged else [end - start for start, end in pairwise(cut.bounds)]
+        if len({*rows}) > 1:
+            kind = (kind_of(path[-1]) if path else None) or str(path)
+            elements = sum(rows) * math.prod((value[0] if is_ragged else value).shape[1:])
+            found[kind] = max(found.get(kind, (0, rows)), (elements, rows))
+    return {kind: rows for kind, (_, rows) in found.items()}
+
+
+def _gathered(node: Any, path: Path, cuts: Mapping[Path, _Cut], samples: Sequence[int]) -> Any:
+    """The given samples of what is cut into single ones."""
+    cut = cuts.get(path)
+    if cut is None:
+        children = _children(node)
+        if not children:
+            return node
+        return _rebuild(node, [_gathered(child, (*path, step), cuts, samples) for step, child in children])
+    rows = [row for sample in samples for row in range(cut.bounds[sample], cut.bounds[sample + 1])]
+    if cut.packed and not rows:
+        return None
+    if _is_plain_sequence(node):
+        return type(node)(node[row] for row in rows)
+    if isinstance(node, torch.Tensor):
+        index = torch.tensor(rows, device=node.device)
+        return node.chosen(index, cut.dim) if isinstance(node, Waiting) else node.index_select(cut.dim, index)
+    return node[:, rows] if cut.dim == 1 else node[rows]
 
 
 def split_each(
@@ -238,11 +327,11 @@ def merge(outputs: Sequence[Any], samples: Sequence[int], where: str = "", *, te
 
     Args:
         outputs: M outputs of a step.
-        samples: M numbers of samples.
+        samples: M numbers of samples; `Sizes` put the samples back into the order of the batch.
         where: path of the outputs in what the step gave, for warnings.
         tells: whether to warn of tensors that become a list because they have no rows of samples.
     """
-    outputs, samples = list(outputs), list(samples)
+    outputs, samples = list(outputs), samples if isinstance(samples, Sizes) else Sizes(samples)
     if len(outputs) != len(samples):
         raise ValueError(f"merge: got {len(outputs)} outputs and {len(samples)} numbers of samples.")
     first = outputs[0]
@@ -255,11 +344,12 @@ def merge(outputs: Sequence[Any], samples: Sequence[int], where: str = "", *, te
     if all(isinstance(output, float) for output in outputs):
         return sum(o * s for o, s in zip(outputs, samples, strict=True)) / sum(samples)
     if all(isinstance(output, np.ndarray) for output in outputs) and _are_rows(outputs, samples):
-        return np.concatenate(outputs)
+        rows = np.concatenate(outputs)
+        return rows if samples.order is None else rows[np.argsort(samples.order)]
     if any(type(output) is not type(first) or _is_array(output) for output in outputs):
         return outputs
     if _hold_samples(outputs, samples):
-        return type(first)(element for output in outputs for element in output)
+        return type(first)(samples.restored([element for output in outputs for element in output]))
     if _children(first) is not None:
         fields = [dict(_children(output) or ()) for output in outputs]
         if any(list(other) != list(fields[0]) for other in fields):
@@ -270,11 +360,11 @@ def merge(outputs: Sequence[Any], samples: Sequence[int], where: str = "", *, te
     return first if all(output == first for output in outputs) else outputs
 
 
-def _merge_integers(outputs: list[int], samples: list[int], where: str) -> int:
+def _merge_integers(outputs: list[int], samples: Sizes, where: str) -> int:
     first = outputs[0]
     if all(isinstance(output, BatchNumber) and output == first for output in outputs):
         return int(first)
-    if first and outputs != samples and all(output == first for output in outputs):
+    if first and outputs != [*samples] and all(output == first for output in outputs):
         _warn(where, "an integer that is equal in all microbatches, is summed as a count: make a constant a float")
     return sum(outputs)
 
@@ -302,7 +392,7 @@ def copied(batch: Any) -> Any:
     return _rebuild(batch, [copied(child) for _, child in children]) if children else batch
 
 
-def _merge_tensors(outputs: list[torch.Tensor], samples: list[int], where: str, tells: bool) -> Any:
+def _merge_tensors(outputs: list[torch.Tensor], samples: Sizes, where: str, tells: bool) -> Any:
     first = outputs[0]
     if all(output.ndim == 0 and output.dtype == torch.bool for output in outputs):
         return first if all(torch.equal(output, first) for output in outputs) else outputs
@@ -329,7 +419,12 @@ def _merge_tensors(outputs: list[torch.Tensor], samples: list[int], where: str, 
                 "whole numbers that count up, start again in each microbatch. Take them from the batch, or set "
                 "num_microbatches: 1",
             )
-        return torch.cat(outputs, dims[0]) if same_rows else outputs
+        if not same_rows:
+            return outputs
+        joined = torch.cat(outputs, dims[0])
+        if samples.order is None:
+            return joined
+        return joined.index_select(dims[0], torch.tensor(samples.order, device=joined.device).argsort())
     if all(torch.equal(output, first) for output in outputs):
         return first
     if tells and first.ndim:
@@ -352,7 +447,7 @@ def _count_up(outputs: list[torch.Tensor]) -> bool:
     return all(torch.equal(output[:least], first[:least]) for output in outputs)
 
 
-def _have_samples(outputs: list[torch.Tensor], samples: list[int], dim: int) -> bool:
+def _have_samples(outputs: list[torch.Tensor], samples: Sequence[int], dim: int) -> bool:
     """Whether a dim has the number of samples: the first, or the second of a tensor with three or more."""
     pairs = zip(outputs, samples, strict=True)
     return all(output.ndim > 2 * dim and output.shape[dim] == size for output, size in pairs)
@@ -367,7 +462,7 @@ def _are_rows(outputs: Sequence[Any], samples: Sequence[int]) -> bool:
     return all(one.shape == (size, *outputs[0].shape[1:]) for one, size in zip(outputs, samples, strict=True))
 
 
-def _hold_samples(outputs: list[Any], samples: list[int]) -> bool:
+def _hold_samples(outputs: list[Any], samples: Sequence[int]) -> bool:
     """Whether sequences hold one element per sample, rather than fields with one row per sample."""
     pairs = list(zip(outputs, samples, strict=True))
     if any(not _is_plain_sequence(output) or len(output) != size for output, size in pairs):

@@ -34,7 +34,7 @@ class Waiting(Tensor):
     """Stands for a tensor that is still in host memory.
 
     Args:
-        host: the tensor.
+        host: the tensor, or one of its form.
         device: where its values move when they are read.
         move: moves them, and returns the tensor on the device.
     """
@@ -56,6 +56,11 @@ class Waiting(Tensor):
         if self._moved is None:
             self._moved = self._move()
         return self._moved
+
+    def chosen(self, index: Tensor, dim: int) -> Waiting:
+        """Return the rows at the numbers `index` along `dim`, which wait, too; nobody may write to the tensor since."""
+        form = self._host.to("meta").index_select(dim, index.to("meta"))
+        return Waiting(form, self.device, lambda: self.moved().index_select(dim, index))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

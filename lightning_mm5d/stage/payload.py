@@ -128,7 +128,7 @@ class Packer:
         """Return the JSON description of `tree`.
 
         Raises:
-            ValueError: it holds something that is neither a container, a tensor, a path nor a plain value.
+            ValueError: it holds something that is neither a container, a tensor or array, a path nor a plain value.
         """
         if self._keeps_sharded and isinstance(tree, Sharded):
             return self._describe_sharded(tree)
@@ -150,6 +150,9 @@ class Packer:
             return {"s": [self.describe(value) for value in tree]}
         if isinstance(tree, np.generic):
             return tree.item()
+        if isinstance(tree, np.ndarray) and tree.dtype.kind in "biufcUS":
+            is_text = tree.dtype.kind in "US"
+            return {"a": self.describe(tree.tolist()) if is_text else self.add(torch.from_numpy(np.array(tree)))}
         if isinstance(tree, NotSent):
             return {"x": tree.what}
         if isinstance(tree, torch.Size):
@@ -168,8 +171,8 @@ class Packer:
         if isinstance(tree, Mapping):
             return {"d": [[_key(key), self.describe(value)] for key, value in tree.items()]}
         raise ValueError(
-            f"a value of type {type(tree).__name__} cannot be sent to other ranks; tensors, numbers, strings, bytes, "
-            "paths, dicts, lists, tuples, sets and dataclasses of these can"
+            f"a value of type {type(tree).__name__} cannot be sent to other ranks; tensors, arrays, numbers, strings, "
+            "bytes, paths, dicts, lists, tuples, sets and dataclasses of these can"
         )
 
     def _describe_sharded(self, tensor: Sharded) -> Any:
@@ -193,6 +196,9 @@ def rebuild(description: Any, tensors: list[Tensor], group: Callable[[Any], Grou
         return from_local(tensors[description["t"]], dim, lengths, group(holders))
     if "t" in description:
         return tensors[description["t"]]
+    if "a" in description:
+        array = description["a"]
+        return tensors[array].cpu().numpy() if isinstance(array, int) else np.array(rebuild(array, tensors, group))
     if "x" in description:
         return NotSent(description["x"])
     if "f" in description:

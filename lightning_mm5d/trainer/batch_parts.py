@@ -17,10 +17,11 @@ from torch import Tensor
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.batches import LoaderBatches, VaryingCollator
 from lightning_mm5d.data.microbatch import (
+    Dealer,
     Microbatch,
     batch_samples,
     counted,
-    first_samples,
+    joined_parts,
     part_samples,
     split,
     split_each,
@@ -84,6 +85,7 @@ class BatchParts:
         counts_equally: whether all replicas then weigh the same.
         is_compiled: whether any part of the module is.
         splits: whether batches are split here, and not by a function of the user's.
+        dealer: says which samples of a batch each microbatch has; None for those that follow each other.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class BatchParts:
         self.counts_equally = self.counts_samples and not self.deals and not is_mean
         self.is_compiled = any(is_compiled(one) or is_compiled_in_place(one) for one in module.modules())
         self.splits = given == "split" and self._splitter is None
+        self.dealer: Dealer | None = None
 
     def split(self, batch: Any, *, is_first: bool = False) -> list[Microbatch]:
         """Return the microbatches of one replica's batch.
@@ -127,7 +130,7 @@ class BatchParts:
         elif sizes := self._sizes_of_loaders(batch):
             found = split_each(batch, self.count or 1, sizes, image_tokens=self._packed)
         else:
-            found = split(batch, self.count, size=self._size or 1, image_tokens=self._packed)
+            found = split(batch, self.count, size=self._size or 1, image_tokens=self._packed, dealer=self.dealer)
         if is_first and self.count is not None and 0 < len(found) < self.count and not self._varies():
             samples = sum(part.samples for part in found)
             rule = f"A batch of {samples} samples gives at most {len(found)} microbatches"
@@ -145,12 +148,11 @@ class BatchParts:
             batch: of the dataloader, or several of them.
             parts: what `split` made of it.
         """
-        samples = sum(part.samples for part in parts[:2])
         if len(parts) < 2 or isinstance(batch, LoaderBatches):
             return None
         if self._splitter is not None or self._sizes_of_loaders(batch):
-            return Microbatch(batch, samples) if len(parts) == 2 else None
-        return first_samples(batch, samples, self._packed)
+            return Microbatch(batch, sum(part.samples for part in parts)) if len(parts) == 2 else None
+        return joined_parts(batch, parts[:2], self._packed)
 
     def is_equal_everywhere(self) -> bool:
         """Whether the first batches of all replicas are known to have equal numbers of microbatches."""

@@ -24,7 +24,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
@@ -34,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_mm5d.data.microbatch import BatchNumber, merge
+from lightning_mm5d.data.microbatch import BatchNumber, Sizes, merge
 from lightning_mm5d.sharded.remote_value import RemoteValue, is_remote, make_plain
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.stage.payload import NotSent, Packer, detached, unsharded
@@ -54,13 +53,6 @@ _REDUCED = (
     "the step put a tensor of {shape} into {name!r} for each microbatch, without a row for each sample, so it holds "
     "that of the last one. Keep a row for each sample, add to one tensor (+=), or set num_microbatches: 1"
 )
-
-
-@dataclass(frozen=True)
-class Array:
-    """A NumPy array on its way."""
-
-    values: Tensor
 
 
 class KeptValues:
@@ -83,7 +75,7 @@ class KeptValues:
         """Note what a microbatch has left, for `join`."""
         self._before.mark()
 
-    def join(self, samples: Sequence[int]) -> None:
+    def join(self, samples: Sizes) -> None:
         """Make one entry of those that the microbatches have left, in containers of this rank.
 
         Args:
@@ -203,7 +195,7 @@ class _Object:
         for one in self._inside.values():
             one.mark()
 
-    def join(self, samples: Sequence[int], apart: Collection[str] = ()) -> None:
+    def join(self, samples: Sizes, apart: Collection[str] = ()) -> None:
         """Join what the marks tell, but for the entries in `apart`."""
         now = self._now()
         inside = [one for name, one in self._inside.items() if name not in apart]
@@ -267,7 +259,7 @@ class _Object:
             now.pop(name, None)
         for name, one in rows:
             if one[0] == "set":
-                now[name] = _decoded(one[1])
+                now[name] = one[1]
             elif name in self._inside:
                 self._inside[name].apply(one)
 
@@ -294,7 +286,7 @@ class _Row:
             before = mark
         return added
 
-    def join(self, samples: Sequence[int]) -> None:
+    def join(self, samples: Sizes) -> None:
         """Make one element of each that was appended for all microbatches."""
         added, before = self.added(), self.marks[-1] if self.marks else self.values
         is_last = len(before) == len(self.owner) and all(map(is_, before, self.owner))
@@ -304,6 +296,8 @@ class _Row:
             if all(one is not _MISSING for one in joined):
                 self.owner.clear()
                 self.owner.extend([*self.values[_dropped(self.values, self.marks[0]) :], *joined])
+        elif is_last and counts == [*samples]:  # an element for each sample
+            self.owner[-sum(samples) :] = samples.restored(self.owner[-sum(samples) :])
         for one in self._inside.values():
             one.join(samples)
 
@@ -328,7 +322,7 @@ class _Row:
         for index, one in change[2] if change[0] == "extend" else ():
             if index in self._inside:
                 self._inside[index].apply(one)
-        self.owner.extend(_decoded(value) for value in change[1])
+        self.owner.extend(change[1])
 
 
 class _Whole:
@@ -342,7 +336,7 @@ class _Whole:
     def mark(self) -> None:
         """Note nothing."""
 
-    def join(self, samples: Sequence[int]) -> None:
+    def join(self, samples: Sizes) -> None:
         """Leave what it holds."""
 
     def restore(self) -> None:
@@ -374,7 +368,7 @@ class _Whole:
         return ["fill", _encoded(self.owner, where)] if self._changed() else None
 
     def apply(self, change: list[Any]) -> None:
-        self._fill(_decoded(change[1]))
+        self._fill(change[1])
 
 
 _Part = _Object | _Row | _Whole
@@ -419,7 +413,7 @@ def _are_groups(rows: Sequence[_Row], samples: Sequence[int]) -> bool:
     return [sum(microbatch) for microbatch in zip(*counts, strict=True)] == [*samples]
 
 
-def _joined(values: Sequence[Any], samples: Sequence[int]) -> Any:
+def _joined(values: Sequence[Any], samples: Sizes) -> Any:
     """One value of those of the microbatches; `_MISSING` where these cannot be joined."""
     if not all(map(_can_join, values, samples)):
         return _MISSING
@@ -434,7 +428,8 @@ def _can_join(value: Any, size: int) -> bool:
     if isinstance(value, dict):
         return all(_can_join(one, size) or _is_plain(one, size) for one in value.values())
     if isinstance(value, (list, tuple)):
-        return all(_can_join(one, size) or isinstance(one, int) for one in value)
+        texts = isinstance(value, list) and len(value) == size and all(isinstance(one, str) for one in value)
+        return texts or all(_can_join(one, size) or isinstance(one, int) for one in value)
     return isinstance(value, (float, BatchNumber))
 
 
@@ -450,7 +445,7 @@ def _is_like(joined: Any, value: Any) -> bool:
     return isinstance(value, type(joined))
 
 
-def _joined_rows(values: Sequence[Any], samples: Sequence[int], before: Any) -> Any:
+def _joined_rows(values: Sequence[Any], samples: Sizes, before: Any) -> Any:
     """The rows of all samples, where each microbatch has put those of its own into an attribute; else `_MISSING`.
 
     What has as many rows as `before` may go on with what that was.
@@ -508,7 +503,7 @@ def _encoded(value: Any, where: str) -> Any:
         sent = full.layout == torch.strided and not is_remote(full)
         return full.detach().clone() if sent else NotSent(f"{where}, which this rank does not have in full,")
     if isinstance(value, np.ndarray):
-        return Array(torch.from_numpy(value.copy())) if value.dtype.kind in "biuf" else value.tolist()
+        return value.copy() if value.dtype.kind in "biufcUS" else value.tolist()
     if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
         plain = {key: _encoded(one, where) for key, one in value.items()}
         return plain if type(value).__module__ in ("builtins", "collections") else _sendable(value, where)
@@ -524,13 +519,3 @@ def _sendable(value: Any, where: str) -> Any:
     except ValueError:
         sent = False
     return value if sent else NotSent(f"{where}, of type {type(value).__name__},")
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, Array):
-        return value.values.cpu().numpy()
-    if type(value) is dict:
-        return {key: _decoded(one) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_decoded(one) for one in value)
-    return value

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
 from lightning_mm5d.data.batches import split_replicas
-from lightning_mm5d.data.microbatch import Microbatch, batch_samples, counted, merge
+from lightning_mm5d.data.microbatch import Microbatch, Sizes, batch_samples, counted, merge
 from lightning_mm5d.engine.engine import Ending, Engine
 from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import published, set_aside, skipped
@@ -446,7 +446,7 @@ class Steps:
         assert self._own is not None
         if step.fails:
             return StepResult(fails=True)
-        samples = [part.samples for part in step.microbatches[self._own]]
+        samples = Sizes.of(step.microbatches[self._own])
         results = [step.results[index] for index in sorted(step.results)]
         outputs: Any = results  # of parts with unknown numbers of samples
         if all(result is None for result in results):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_mm5d.data.microbatch import split
+from lightning_mm5d.data.microbatch import Microbatch, split
 from lightning_mm5d.data.waiting import Waiting
 
 CPU = torch.device("cpu")
@@ -28,6 +28,10 @@ def waiting(moves: list[int]) -> tuple[Waiting, Tensor]:
         return real
 
     return Waiting(host, CPU, move), host
+
+
+def dealt(x: Tensor) -> list[Microbatch]:
+    return split({"x": x, "labels": torch.ones(4)}, 2, dealer=lambda rows, sizes: [[0, 2], [1, 3]])
 
 
 class Doubled(torch.autograd.Function):
@@ -47,6 +51,7 @@ ASKING: dict[str, Callable[[Any], Any]] = {
     "where it is": lambda x: x.to("cpu") is x and x.to(CPU, non_blocking=True) is x and x.to(device=CPU) is x,
     "slices": lambda x: x[1:3][:, None, 2:4].shape,
     "microbatches": lambda x: [part.batch["x"].shape for part in split({"x": x, "labels": torch.ones(4)}, 2)],
+    "dealt microbatches": lambda x: [part.batch["x"].shape for part in dealt(x)],
 }
 READING: dict[str, Callable[[Any], Any]] = {
     "arithmetic": lambda x: x + 1,
@@ -54,6 +59,7 @@ READING: dict[str, Callable[[Any], Any]] = {
     "a number": lambda x: float(x[0, 1]),
     "a list": lambda x: x.tolist(),
     "numpy": lambda x: np.asarray(x),
+    "a dealt microbatch": lambda x: dealt(x)[1].batch["x"] * 1,
     "an index": lambda x: x[torch.tensor([0, 2])],
     "a mask": lambda x: x[x > 3],
     "joining": lambda x: torch.cat([x, x]),

@@ -28,7 +28,7 @@ from features.toys import (
     weights,
 )
 from lightning_mm5d import ConfigError, Modality
-from lightning_mm5d.config.errors import RankMismatchError, RemoteParameterError
+from lightning_mm5d.config.errors import RankLostError, RankMismatchError, RemoteParameterError
 
 
 class Normed(Toy):
@@ -231,7 +231,7 @@ def error_of(run: Run, module: L.LightningModule, *, predicts: bool = False, **o
             trainer.predict(module, run.loader(8))
         else:
             trainer.fit(module, run.training())
-    except (ConfigError, RankMismatchError, RemoteParameterError) as error:
+    except (ConfigError, RankMismatchError, RemoteParameterError, RankLostError) as error:  # or hears of another's
         return f"{type(error).__name__}: {error}"
     finally:
         if torch.distributed.is_initialized():

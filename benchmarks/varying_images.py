@@ -1,0 +1,138 @@
+"""A step whose samples have 0 to 30 images, log-normal: dealt to microbatches by their number, or one after the other.
+
+Layers sleep instead of computing, so that more ranks than cores show what they wait for: an encoder for each of its
+images, the language model for each microbatch. Sides take turns.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from sleeping import WIDTH
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from turns import Side, Turns, fit, median_ratio, milliseconds, race, row
+
+from lightning_mm5d import Modality, MultimodalStrategy
+
+IMAGE_S, LANGUAGE_S = 0.0006, 0.02  # of a forward on one rank, so that all have as much to do; a backward takes twice
+STEPS, BATCH, MICROBATCHES, TOKENS = 20, 64, 8, 8
+
+
+class _Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradients[0], None
+
+
+class Layer(nn.Module):
+    """[N, ...] -> the same shape; takes `seconds`, for each row if `per_row`."""
+
+    def __init__(self, seconds: float, *, per_row: bool) -> None:
+        super().__init__()
+        self.linear, self.seconds, self.per_row = nn.Linear(WIDTH, WIDTH), seconds, per_row
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return _Slow.apply(self.linear(hidden), self.seconds * (len(hidden) if self.per_row else 1))
+
+
+class Tower(nn.Module):
+    """Layers one after the other."""
+
+    def __init__(self, layers: int, seconds: float, *, per_row: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(seconds / layers, per_row=per_row) for _ in range(layers)])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+class Album(L.LightningModule):
+    """Texts with any number of images."""
+
+    def __init__(self, encoders: int, stages: int) -> None:
+        super().__init__()
+        self.vision = Tower(2, encoders * IMAGE_S, per_row=True)
+        self.language = Tower(4, stages * LANGUAGE_S, per_row=False)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        pixels, counts = batch["pixel_values"], batch["image_items"]
+        hidden = batch["inputs_embeds"]
+        if pixels is not None:
+            owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+            hidden = hidden.index_add(0, owner, self.vision(pixels)[:, None].expand(-1, TOKENS, -1))
+        return self.language(hidden).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Albums(Dataset):
+    """Samples with 0 to 30 images, the same in every process."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        numbers = torch.empty(BATCH * STEPS).log_normal_(1, 1, generator=generator)
+        self.counts = numbers.int().clamp(max=30).tolist()
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, index: int) -> int:
+        return self.counts[index]
+
+
+def _collate(counts: list[int]) -> dict[str, Tensor]:
+    return {
+        "pixel_values": torch.ones(sum(counts), WIDTH),
+        "image_items": torch.tensor(counts),
+        "inputs_embeds": torch.ones(len(counts), TOKENS, WIDTH),
+    }
+
+
+def _train(turns: Turns, rank: int, *, encoders: int, stages: int, balance: bool) -> None:
+    modalities = {
+        "vision": Modality(module="vision", boundary="vision", dp_size=encoders),
+        "language": Modality(module="language", pp_size=stages),
+    }
+    batching = {"num_microbatches": MICROBATCHES, "balance": balance}
+    strategy = MultimodalStrategy(modalities, batching=batching)
+    loader = DataLoader(Albums(), batch_size=BATCH, collate_fn=_collate)
+    fit(Album(encoders, stages), loader, strategy, encoders + stages, turns)
+
+
+def measure(encoders: int, stages: int) -> None:
+    """Print the row of one layout."""
+    sides = [
+        Side(encoders + stages, partial(_train, encoders=encoders, stages=stages, balance=on)) for on in (True, False)
+    ]
+    on, off = race(sides[0], sides[1], STEPS)
+    row(
+        f"sleeping layers, {BATCH} samples of 0 to 30 images in {MICROBATCHES} microbatches, vision dp {encoders}, "
+        f"language pp {stages}: `balance: true` / one after the other",
+        median_ratio(on, off),
+        "0.8",
+        f"{milliseconds(on)} / {milliseconds(off)}",
+    )
+
+
+def main() -> None:
+    measure(1, 2)
+    measure(2, 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Samples are dealt to microbatches so that each has as much for every encoder to do."""

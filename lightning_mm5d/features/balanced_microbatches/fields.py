@@ -1,0 +1,23 @@
+"""Checks of `batching.balance`: samples can be dealt where batches are split here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_mm5d.config.errors import ConfigError
+
+
+def check(fields: Mapping[str, Any]) -> None:
+    """Refuse what is neither true nor false, and batches that somebody else divides.
+
+    Raises:
+        ConfigError: names `batching.balance`.
+    """
+    said = fields.get("balance", False)
+    if not isinstance(said, bool):
+        raise ConfigError("batching.balance", said, "It is true or false", "Use true, or leave it out")
+    if said and fields.get("microbatching", "split") != "split":
+        got = "microbatching='loader'" if fields["microbatching"] == "loader" else "a function that splits batches"
+        rule = f"Samples are dealt to microbatches where the strategy splits batches, and here is {got}"
+        raise ConfigError("batching.balance", said, rule, "Leave out microbatching, or balance")

@@ -1,0 +1,196 @@
+"""Samples with unlike numbers of images are dealt to microbatches evenly, and every number is that of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from features.toys import CLASSES, LANGUAGE, PIXELS, TOKENS, VISION, WIDTH, Layout, Run, Toy, alone, together, weights
+from lightning_mm5d import Modality, MultimodalStrategy
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.data.microbatch import Sizes, merge, split
+from lightning_mm5d.features.balanced_microbatches.feature import dealt
+
+COUNTS = [0, 7, 0, 1, 0, 1, 6, 0, 5, 0, 0, 2, 1, 0, 0, 4]
+
+
+class Albums(Dataset):
+    """Texts with any number of images."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.items = [
+            {
+                "images": torch.randn(count, PIXELS, generator=generator, dtype=torch.float64),
+                "tokens": torch.randint(16, (TOKENS,), generator=generator),
+                "label": torch.randint(CLASSES, (), generator=generator),
+                "number": number,
+            }
+            for number, count in enumerate(COUNTS)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.items[index]
+
+
+def packed(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Images of all samples lie in a row."""
+    return {
+        "pixel_values": torch.cat([sample["images"] for sample in samples]),
+        "image_items": torch.tensor([len(sample["images"]) for sample in samples]),
+        "input_ids": torch.stack([sample["tokens"] for sample in samples]),
+        "label": torch.stack([sample["label"] for sample in samples]),
+        "names": [f"sample {sample['number']}" for sample in samples],
+    }
+
+
+class Album(Toy):
+    """Classifies texts with any number of images, and keeps what hooks may look at."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1)
+        self.sizes: list[int] = []
+        self.seen: list[Any] = []
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        counts, pixels = batch["image_items"], batch["pixel_values"]
+        features = torch.zeros(len(counts), WIDTH, dtype=torch.float64)
+        if pixels is not None and len(pixels):
+            self.sizes.append(len(pixels))
+            owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+            features = features.index_add(0, owner, self.encoder(pixels))
+        return self.decoder(batch["input_ids"], features)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        logits = self(batch)
+        self.last = logits.detach()
+        self.seen.append({"names": batch["names"], "logits": logits.detach()})
+        loss = F.cross_entropy(logits, batch["label"])
+        self.log("loss", loss, sync_dist=True)
+        return {"loss": loss, "logits": logits.detach(), "names": batch["names"], "label": batch["label"].numpy()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.kept = [*getattr(self, "kept", []), (outputs["logits"], outputs["names"], outputs["label"], self.last)]
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        return {"names": batch["names"], "logits": self(batch)}
+
+
+def train(run: Run) -> Any:
+    module = Album()
+    trainer = run.trainer(max_epochs=2)
+    trainer.fit(module, run.loader(Albums(), 8, collate_fn=packed))
+    found = trainer.predict(module, DataLoader(Albums(), batch_size=8, collate_fn=packed))
+    return weights(module), module.kept, module.seen, found, module.sizes
+
+
+TRIO = Layout({"vision": Modality(**VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 3)
+"""vision: rank 0; language: ranks 1-2 as stages"""
+EYES = Layout({"vision": Modality(dp_size=2, **VISION), "language": Modality(**LANGUAGE)}, 3)
+"""two encoder replicas, which take turns with microbatches: ranks 0-1; language: rank 2"""
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    if isinstance(expected, Tensor):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    elif isinstance(expected, np.ndarray):
+        np.testing.assert_array_equal(got, expected)
+    elif isinstance(expected, dict):
+        assert got.keys() == expected.keys()
+        for name in expected:
+            assert_same(got[name], expected[name])
+    elif isinstance(expected, (list, tuple)):
+        assert len(got) == len(expected)
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert got == expected
+
+
+@pytest.mark.parametrize("layout", [TRIO, EYES], ids=["stages", "encoder replicas"])
+def test_numbers_and_their_order_are_those_of_one_process(layout: Layout) -> None:
+    """ranks as the layout says"""
+    expected = alone(train)
+    found = together(layout, train, num_microbatches=4, batching={"balance": True})
+    for _, kept, seen, predicted, _ in found:
+        assert_same(kept, expected[1])
+        assert_same(seen, expected[2])
+        assert_same(predicted, expected[3])
+    for name, weight in expected[0].items():  # those that other ranks hold are NaN
+        held = [got[0][name] for got in found if not got[0][name].isnan().any()]
+        assert held
+        assert_same(held, [weight] * len(held))
+    busy = [got[4] for got in found]
+    assert max(map(max, filter(None, busy))) == max(COUNTS), "no microbatch has more than the sample with most"
+
+
+def test_a_batch_without_images_or_with_even_ones_is_cut_as_it_is() -> None:
+    assert dealt({}, [2, 2]) is None
+    assert dealt({"image": [0, 0, 0, 0]}, [2, 2]) is None
+    assert dealt({"image": [3, 1, 2, 2]}, [2, 2]) is None
+    assert dealt({"image": [3, 3, 0, 0]}, [4]) is None
+
+
+def test_the_busiest_microbatch_is_at_most_a_seventh_over_the_mean_or_its_largest_sample() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(100):
+        rows = np.minimum(30, generator.lognormal(1, 1, 64)).astype(int)
+        parts = dealt({"image": rows.tolist()}, [8] * 8)
+        assert parts is not None
+        assert sorted(sample for part in parts for sample in part) == [*range(64)]
+        assert all(len(part) == 8 and part == sorted(part) for part in parts)
+        mean, largest = rows.sum() / 8, rows.max()
+        fullest = max(rows[part].sum() for part in parts)
+        assert fullest <= 1.15 * max(mean, largest), (fullest, mean, largest)
+
+
+def test_several_kinds_are_even_together() -> None:
+    rows = {"image": [9, 9, 0, 0, 0, 0, 9, 9], "audio": [0, 0, 4, 4, 4, 4, 0, 0]}
+    parts = dealt(rows, [2, 2, 2, 2])
+    assert parts is not None
+    for own in rows.values():
+        assert {sum(own[sample] for sample in part) for part in parts} == {sum(own) / 4}
+
+
+def test_uneven_sizes_and_every_kind_of_field_are_dealt() -> None:
+    batch = {
+        "pixel_values": torch.arange(10.0)[:, None],
+        "image_items": torch.tensor([4, 4, 0, 1, 1]),
+        "position_ids": torch.arange(15).view(3, 5, 1),
+        "names": ["a", "b", "c", "d", "e"],
+        "input_ids": torch.ones(5, 2),
+        "table": np.arange(5),
+        "constant": 3,
+    }
+    parts = split(batch, 2, dealer=lambda rows, sizes: dealt(rows, sizes) if rows["image"] == [4, 4, 0, 1, 1] else None)
+    assert [part.samples for part in parts] == [3, 2]
+    for part in parts:
+        assert part.places is not None
+        names = [batch["names"][place] for place in part.places]
+        assert part.batch["names"] == names
+        assert part.batch["table"].tolist() == [*part.places]
+        assert part.batch["position_ids"].shape == (3, part.samples, 1)
+        assert len(part.batch["pixel_values"]) == part.batch["image_items"].sum()
+        assert part.batch["constant"] == 3
+    sizes = Sizes.of(parts)
+    assert merge([part.batch["names"] for part in parts], sizes) == batch["names"]
+    assert torch.equal(merge([part.batch["image_items"] for part in parts], sizes), batch["image_items"])
+    assert np.array_equal(merge([part.batch["table"] for part in parts], sizes), batch["table"])
+
+
+def test_it_is_refused_where_somebody_else_splits() -> None:
+    modalities = {"language": Modality(pp_size=2)}
+    for batching in ({"microbatching": "loader"}, {"microbatching": lambda batch, count: [batch]}):
+        with pytest.raises(ConfigError, match=r"batching.balance"):
+            MultimodalStrategy(modalities=modalities, batching={"balance": True, **batching})
+    with pytest.raises(ConfigError, match=r"batching.balance: got 'yes'. It is true or false"):
+        MultimodalStrategy(modalities=modalities, batching={"balance": "yes"})
