@@ -45,7 +45,7 @@ from torchmetrics import Metric
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.remote_value import settled
 from lightning_mm5d.sharded.removable import put
-from lightning_mm5d.trainer.joined_metrics import JoinedMetrics, Key, check_torchmetrics, set_step_value, step_value
+from lightning_mm5d.trainer.metrics import JoinedMetrics, Key, check_torchmetrics, set_step_value, step_value
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
