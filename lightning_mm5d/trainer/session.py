@@ -42,7 +42,6 @@ from lightning_mm5d.trainer.copied_modules import CopiedModules
 from lightning_mm5d.trainer.cut_module import CutModule
 from lightning_mm5d.trainer.feature import BEFORE_TRANSFER, Attached, Feature, Running
 from lightning_mm5d.trainer.kept_shards import has_rows, keep_shards, lose_rows
-from lightning_mm5d.trainer.main_precision import main_dtype
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import Optimization
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
@@ -50,6 +49,7 @@ from lightning_mm5d.trainer.sharing_guards import SharingGuards
 from lightning_mm5d.trainer.steps import Replica, Steps
 from lightning_mm5d.trainer.turns import Turns
 from lightning_mm5d.trainer.user_step import Context, ResultChannel
+from lightning_mm5d.trainer.validation import main_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
