@@ -22,16 +22,21 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.config.features import part_of
-from lightning_mm5d.data.order_states import RANDOM, SEED, Epoch, Segment, batch_size_of, set_generator_states
 from lightning_mm5d.data.samplers import (
     MOVABLE,
+    RANDOM,
+    SEED,
     WRAPPERS,
+    Epoch,
     EpochOrder,
+    Segment,
     ShardOrder,
+    batch_size_of,
     drawing_from,
     drawn,
     leaf_of,
     placed,
+    set_generator_states,
 )
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.loader import shard_loader
-from lightning_mm5d.data.order_states import Epoch
+from lightning_mm5d.data.samplers import Epoch
 from lightning_mm5d.features.elastic import rest_of_shards
 
 
