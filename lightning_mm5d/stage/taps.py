@@ -36,7 +36,7 @@ none either, because all stages run their code.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from threading import get_ident
@@ -159,9 +159,7 @@ class Trace(TorchFunctionMode):
             return frozenset({self._own[id(tensor)]})
         return taps or _NONE
 
-    def __torch_function__(
-        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         taken = [tensor for _, tensor in tensors_in((args, kwargs))]
         marks = [self._mark(tensor) for tensor in taken]

@@ -15,7 +15,7 @@ It refuses (`ConfigError`) keys of earlier calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -94,9 +94,7 @@ class Draws(TorchFunctionMode):
         super().__init__()
         self._index, self._shape, self._device = index, shape, device
 
-    def __torch_function__(
-        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         shape = None
         if func in _BY_FIRST_ARGUMENT:

@@ -17,7 +17,7 @@ config. An `Interface` finds the attention of a module.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,9 +70,7 @@ class TorchAttention(TorchFunctionMode):
         self._records = is_differentiated and torch.is_grad_enabled()
         self._hooks = saved_tensor_hooks() if self._records else None
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention or self._is_off():
             return func(*args, **(kwargs or {}))
         if self._is_checkpointed():

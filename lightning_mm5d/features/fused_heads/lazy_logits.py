@@ -284,9 +284,7 @@ class LazyLogits(NotYetComputed):
         return self._found is None and (torch.is_grad_enabled() or not _requires_grad(self))
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _TOLD:
             with as_plain_tensors():
@@ -310,9 +308,7 @@ class LazyLogits(NotYetComputed):
         return result
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # only what bypasses torch functions comes here; its gradient goes to `_Unseen`
         def values(lazy: LazyLogits) -> Tensor:
             found = lazy.computed()
