@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.data_parallel.main_parameters import computing_dtypes
-from lightning_mm5d.plan.issued import check_messages
+from lightning_mm5d.plan.issued import Issued
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph, Schedule, build, is_table
 from lightning_mm5d.trainer.sharing_guards import check_shared
@@ -89,7 +89,7 @@ def check_module(
         assert num_microbatches is not None
         build(schedule, plan.graphs.full_graph(schedule, num_microbatches, module))
         named = module.named_parameters(remove_duplicate=False)
-        check_messages(plan, schedule, num_microbatches, frozenset(name for name, p in named if p.requires_grad))
+        Issued(plan, schedule, num_microbatches, frozenset(name for name, p in named if p.requires_grad)).check()
     check_shared(module, plan)
 
 
