@@ -370,10 +370,9 @@ class Gathering(Removable):
 
 
 def _refused(unit: Unit, what: str) -> ConfigError:
-    return ConfigError(
-        "reshard_after_forward",
-        True,
+    rule = (
         f"{what}: {unit.path or 'parameters outside of layers'}. Each layer has memory around one forward and around "
-        "its backward",
-        "Use reshard_after_forward=False, which gathers once for a step",
+        "its backward"
     )
+    fix = "Use reshard_after_forward=False, which gathers once for a step"
+    return ConfigError("reshard_after_forward", True, rule, fix)

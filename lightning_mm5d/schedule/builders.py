@@ -89,9 +89,8 @@ def check_schedule(schedule: object) -> None:
             inspect.signature(schedule).bind(None)
         except (TypeError, ValueError) as error:
             rule = f"It is called with the graph of stages alone, which fails: {error}"
-            raise ConfigError(
-                "schedule", schedule, rule, "Use a function such as `def schedule(graph): ...`"
-            ) from error
+            fix = "Use a function such as `def schedule(graph): ...`"
+            raise ConfigError("schedule", schedule, rule, fix) from error
     elif is_table(schedule):
         table_text(str(schedule))
     elif schedule not in SCHEDULES:

@@ -346,9 +346,8 @@ def _check_vocabularies(division: Division, multiples: Mapping[str, int]) -> Non
             kind in ("embedding", "head") and division.groups[at] == name for at, kind in division.roles.items()
         ):
             rule = f"It is said of a vocabulary that tensor parallel ranks share, and those of {name!r} share none"
-            raise ConfigError(
-                f"modalities.{name}.tensor.make_vocab_size_divisible_by", multiple, rule, "Leave it unset"
-            )
+            fix = "Leave it unset"
+            raise ConfigError(f"modalities.{name}.tensor.make_vocab_size_divisible_by", multiple, rule, fix)
 
 
 def _check_shared(partition: Partition, modalities: Mapping[str, Modality]) -> None:

@@ -245,9 +245,8 @@ class BatchParts:
         if not isinstance(found, (list, tuple)) or not 0 < len(found) <= count:
             got = f"{len(found)} parts" if isinstance(found, (list, tuple)) else type(found).__name__
             rule = f"The function that splits a batch into {count} microbatches returns a list of at most as many"
-            raise ConfigError(
-                "batching.microbatching", got, rule, "Return a list of batches, each of one or more samples"
-            )
+            fix = "Return a list of batches, each of one or more samples"
+            raise ConfigError("batching.microbatching", got, rule, fix)
         return found
 
     def _count_by_size(self, batch: Any) -> int:

@@ -165,12 +165,9 @@ def check_shared(module: pl.LightningModule, plan: Plan) -> None:
 def hooked(name: str, shard: DataShard) -> ConfigError:
     """Return the error for a hook on the shared parameter `name`."""
     other = "ep_size=1" if shard.of_experts else "zero_stage=0"
-    return ConfigError(
-        f"{name}.register_hook",
-        "a hook on the gradient",
-        "Ranks that share a parameter have the gradients of their rows alone",
-        f"Register a hook on a module, change gradients by element in on_before_optimizer_step, or use {other}",
-    )
+    rule = "Ranks that share a parameter have the gradients of their rows alone"
+    fix = f"Register a hook on a module, change gradients by element in on_before_optimizer_step, or use {other}"
+    return ConfigError(f"{name}.register_hook", "a hook on the gradient", rule, fix)
 
 
 class SharingGuards(Removable):

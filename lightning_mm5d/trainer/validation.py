@@ -55,9 +55,8 @@ def check_main_params(said: str | None, module: pl.LightningModule, precision: P
     if not any(one.itemsize < dtype.itemsize for one in found):
         held = ", ".join(sorted(str(one).removeprefix("torch.") for one in found)) or "no floating-point"
         rule = f"Main parameters are wider than what layers compute in, and the module has {held} parameters"
-        raise ConfigError(
-            "numerics.main_params", said, rule, 'Use Trainer(precision="bf16-true"), or leave main_params unset'
-        )
+        fix = 'Use Trainer(precision="bf16-true"), or leave main_params unset'
+        raise ConfigError("numerics.main_params", said, rule, fix)
 
 
 T = TypeVar("T")
@@ -133,12 +132,11 @@ def required(value: T | None, method: str, rule: str, fix: str) -> T:
 
 def lost_weights() -> ConfigError:
     """Return the error for a module that a failed run has left without the weights of other ranks."""
-    return ConfigError(
-        "module",
-        "parts of its weights",
-        "A run that fails leaves each rank with its own part of the module, because nobody is left to send the others",
-        "Make a new module, and give trainer.fit the ckpt_path of the last checkpoint",
+    rule = (
+        "A run that fails leaves each rank with its own part of the module, because nobody is left to send the others"
     )
+    fix = "Make a new module, and give trainer.fit the ckpt_path of the last checkpoint"
+    return ConfigError("module", "parts of its weights", rule, fix)
 
 
 def batch_sizes(data: Sequence[Any]) -> list[int]:
@@ -164,6 +162,5 @@ def check_batches(data: Sequence[Any], num_microbatches: int) -> None:
     for size in batch_sizes(data):
         if size < num_microbatches:
             rule = f"A batch of {size} samples cannot be split into more than {size} microbatches"
-            raise ConfigError(
-                "batching.num_microbatches", num_microbatches, rule, f"Use {size} or fewer, or larger batches"
-            )
+            fix = f"Use {size} or fewer, or larger batches"
+            raise ConfigError("batching.num_microbatches", num_microbatches, rule, fix)

@@ -365,9 +365,8 @@ class Attention:
             raise self._refusal("attention_mask", got, f"The layers work on {split.size} queries and {all_keys} keys")
 
     def _refusal(self, field: str, got: Any, rule: str) -> ConfigError:
-        return ConfigError(
-            f"modalities.{self._name}.cp_size", f"{field}={got}", rule, "Use cp_size=1, or leave it out of the model"
-        )
+        fix = "Use cp_size=1, or leave it out of the model"
+        return ConfigError(f"modalities.{self._name}.cp_size", f"{field}={got}", rule, fix)
 
 
 def _by_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

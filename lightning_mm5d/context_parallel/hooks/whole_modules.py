@@ -323,12 +323,9 @@ class WholeModules:
             return self._surveyed(inner, call, key, leaves, form)
         dims = call.dims.get(key)
         if dims is None or len(dims) != len(leaves):
-            raise ConfigError(
-                f"modalities.{self._name}.cp_size",
-                f"a call of {type(module).__name__} with {len(leaves)} arguments",
-                "It runs on whole sequences, and is called with the arguments of its first call",
-                "Use cp_size=1, or call it in one way",
-            )
+            got = f"a call of {type(module).__name__} with {len(leaves)} arguments"
+            rule = "It runs on whole sequences, and is called with the arguments of its first call"
+            raise ConfigError(f"modalities.{self._name}.cp_size", got, rule, "Use cp_size=1, or call it in one way")
         run = self._active()
         if run is not None and call is self._call:
             self._noted.setdefault(run, {}).setdefault(id(module), []).append(call)

@@ -415,12 +415,10 @@ class LaterWrites:
             module = ref()
             for name, tensor in _own(module) if module is not None else ():
                 if tensor._version != self._versions.get((key, name), tensor._version):
-                    raise ConfigError(
-                        f"{type(module).__name__}.{name}",
-                        "a weight that was written to after the context in which it was built",
-                        "It has no memory before a run, so the write is lost",
-                        "Write to it in configure_model or inside of the context, or in on_fit_start",
-                    )
+                    got = "a weight that was written to after the context in which it was built"
+                    rule = "It has no memory before a run, so the write is lost"
+                    fix = "Write to it in configure_model or inside of the context, or in on_fit_start"
+                    raise ConfigError(f"{type(module).__name__}.{name}", got, rule, fix)
 
     def load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Record that a module's own tensors without memory get the values of a state dict."""

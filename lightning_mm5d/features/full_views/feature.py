@@ -322,9 +322,8 @@ class _FullViews(Attached):
         if new is not None:
             if self._waits(form):
                 rule = "Gradients of an accumulation are summed over ranks at its last batch"
-                raise ConfigError(
-                    f"{form.name}.grad", "a gradient set before", rule, "Set it in on_before_optimizer_step"
-                )
+                fix = "Set it in on_before_optimizer_step"
+                raise ConfigError(f"{form.name}.grad", "a gradient set before", rule, fix)
             if local is None:
                 one = self._shared.get(form.parameter)
                 whole = one is not None and one.is_whole

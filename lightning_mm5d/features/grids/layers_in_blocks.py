@@ -339,9 +339,8 @@ def _layers_of(root: nn.Module, partition: Partition, modality: str, shape: Grid
     path = partition.layers[modality]
     if path is None:
         rule = f"The layers on a grid are those of a list of layers, and {modality!r} has none"
-        raise ConfigError(
-            f"modalities.{modality}.tensor.tp_mode", shape.mode, rule, "Use tp_mode='1d' for this modality"
-        )
+        fix = "Use tp_mode='1d' for this modality"
+        raise ConfigError(f"modalities.{modality}.tensor.tp_mode", shape.mode, rule, fix)
     return [f"{path}.{name}" for name, _ in root.get_submodule(path).named_children()]
 
 

@@ -72,19 +72,13 @@ class Refusals(Feature):
         """Refuse callbacks that keep a mask of the module's parameters, where ranks hold parts of it."""
         for callback in callbacks:
             if isinstance(callback, ModelPruning) and (plan.division.shards or DataShards(plan).exist):
-                raise ConfigError(
-                    "callbacks",
-                    type(callback).__name__,
-                    "It works on full parameters, and ranks that share them have parts of each",
-                    "Leave it out, or use tp_size=1 and zero_stage=0",
-                )
+                rule = "It works on full parameters, and ranks that share them have parts of each"
+                fix = "Leave it out, or use tp_size=1 and zero_stage=0"
+                raise ConfigError("callbacks", type(callback).__name__, rule, fix)
             if isinstance(callback, ModelPruning) and (not plan.topology.is_replicated or DataShards(plan).exist):
-                raise ConfigError(
-                    "callbacks",
-                    type(callback).__name__,
-                    "It reads all parameters on every rank, and ranks hold parts of them",
-                    "Leave it out, or use one stage (colocate all modalities, pp_size=1) and zero_stage=0",
-                )
+                rule = "It reads all parameters on every rank, and ranks hold parts of them"
+                fix = "Leave it out, or use one stage (colocate all modalities, pp_size=1) and zero_stage=0"
+                raise ConfigError("callbacks", type(callback).__name__, rule, fix)
 
     def attach(self, running: Running) -> Attached | None:
         """Refuse optimizers of a fit, and have its `on_fit_start` watched."""
@@ -143,12 +137,9 @@ def _check_norms(module: pl.LightningModule, plan: Plan) -> None:
     if plan.topology.is_replicated and not parts:
         return
     if found := _norm_in(type(module), "backward"):
-        raise ConfigError(
-            f"{type(module).__name__}.backward",
-            found,
-            "It takes the norm of the gradients of one rank, before they are summed over ranks",
-            "Do it in on_after_backward or on_before_optimizer_step, which see full gradients",
-        )
+        rule = "It takes the norm of the gradients of one rank, before they are summed over ranks"
+        fix = "Do it in on_after_backward or on_before_optimizer_step, which see full gradients"
+        raise ConfigError(f"{type(module).__name__}.backward", found, rule, fix)
 
 
 def _norm_in(cls: type, hook: str) -> str:
@@ -231,12 +222,11 @@ def _check_routers(module: nn.Module, plan: Plan) -> None:
             field = "cp_size" if axes.cp > 1 else "sequence_parallel"
             said = value_of(plan.modalities[name], field)
             if axes.pp > 1 and said not in (1, False):
-                raise ConfigError(
-                    f"modalities.{name}.{path_of(field)}",
-                    said,
-                    "What the routers of some tokens return does not cross from stage to stage (output_router_logits)",
-                    f"Leave {field} unset, use pp_size=1, or set output_router_logits to False in the model's config",
+                rule = (
+                    "What the routers of some tokens return does not cross from stage to stage (output_router_logits)"
                 )
+                fix = f"Leave {field} unset, use pp_size=1, or set output_router_logits to False in the model's config"
+                raise ConfigError(f"modalities.{name}.{path_of(field)}", said, rule, fix)
 
 
 def _check_prefix_tuning(module: pl.LightningModule, plan: Plan) -> None:
@@ -249,12 +239,11 @@ def _check_prefix_tuning(module: pl.LightningModule, plan: Plan) -> None:
     axes = plan.layout.axes[plan.partition.loss_modality]
     for field, size in (("pp_size", axes.pp), ("tp_size", axes.tp), ("cp_size", axes.cp)):
         if size > 1:
-            raise ConfigError(
-                f"modalities.{plan.partition.loss_modality}.{field}",
-                size,
-                "Prefix tuning (peft.PrefixTuningConfig) has keys and values for all heads of all layers in one table",
-                "Use 1, or peft.LoraConfig in its place",
+            rule = (
+                "Prefix tuning (peft.PrefixTuningConfig) has keys and values for all heads of all layers in one table"
             )
+            fix = "Use 1, or peft.LoraConfig in its place"
+            raise ConfigError(f"modalities.{plan.partition.loss_modality}.{field}", size, rule, fix)
 
 
 # by name, where one cannot be tried
@@ -301,22 +290,18 @@ def check_optimizers(running: Running) -> None:
                 stacklevel=7,
             )
         if edges and mixes:
-            raise ConfigError(
-                "configure_optimizers",
-                type(inner).__name__,
-                "Its update of a parameter depends on all others, and ranks of several stages hold parts of them",
-                "Use an optimizer that works by parameter, such as AdamW, or one stage (colocate all, pp_size=1)",
-            )
+            rule = "Its update of a parameter depends on all others, and ranks of several stages hold parts of them"
+            fix = "Use an optimizer that works by parameter, such as AdamW, or one stage (colocate all, pp_size=1)"
+            raise ConfigError("configure_optimizers", type(inner).__name__, rule, fix)
         mixes = mixes or (tried.on_elements if tried else not names.isdisjoint(_OVER_FULL_MATRICES))
         if (shards or shares) and mixes:
             ranks = "tensor parallel ranks" if shards else "ranks that share a copy"
-            raise ConfigError(
-                "configure_optimizers",
-                type(inner).__name__,
-                f"Its update of an element depends on the full matrix, and {ranks} have parts of it",
+            rule = f"Its update of an element depends on the full matrix, and {ranks} have parts of it"
+            fix = (
                 f"Use an optimizer that works by element, such as AdamW, or {'tp_size=1' if shards else ''}"
-                f"{' and ' if shards and shares else ''}{'zero_stage=0' if shares else ''}",
+                f"{' and ' if shards and shares else ''}{'zero_stage=0' if shares else ''}"
             )
+            raise ConfigError("configure_optimizers", type(inner).__name__, rule, fix)
 
 
 def _check_sparse(optimizer: Optimizer, module: pl.LightningModule, plan: Plan) -> None:
@@ -327,12 +312,9 @@ def _check_sparse(optimizer: Optimizer, module: pl.LightningModule, plan: Plan) 
     names = (known.get(id(one), "") for group in optimizer.param_groups for one in group["params"])
     names = (name for name in names if name in plan.partition.owners and len(plan.ownership.ranks_holding(name)) > 1)
     if name := next(names, None):
-        raise ConfigError(
-            "configure_optimizers",
-            type(optimizer).__name__,
-            f"It takes sparse gradients alone, and ranks sum dense gradients of {name}",
-            "Use an optimizer of dense gradients, such as AdamW, or one replica and one tensor parallel rank",
-        )
+        rule = f"It takes sparse gradients alone, and ranks sum dense gradients of {name}"
+        fix = "Use an optimizer of dense gradients, such as AdamW, or one replica and one tensor parallel rank"
+        raise ConfigError("configure_optimizers", type(optimizer).__name__, rule, fix)
 
 
 FEATURE = Refusals

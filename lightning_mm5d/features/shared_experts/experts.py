@@ -61,13 +61,12 @@ def find_experts(root: nn.Module, partition: Partition, modalities: Mapping[str,
         names = [name for name, _ in root.get_submodule(path).named_parameters(path)]
         for modality in partition.users(*names) & degrees.keys():
             cls = type(root.get_submodule(path)).__name__
-            raise ConfigError(
-                f"modalities.{modality}.ep_size",
-                degrees[modality],
-                f"{path} ({cls}) seems to hold experts, and nothing says how tokens come to them",
+            rule = f"{path} ({cls}) seems to hold experts, and nothing says how tokens come to them"
+            fix = (
                 f"Say it by register_expert_parallel_plan({cls!r}, ExpertParallelPlan(...)); None as the plan leaves "
-                "it whole; or use ep_size=1",
+                "it whole; or use ep_size=1"
             )
+            raise ConfigError(f"modalities.{modality}.ep_size", degrees[modality], rule, fix)
     for name, degree in degrees.items():
         if not any(layer.modality == name for layer in found.values()):
             rule = f"{name!r} has no experts that are known, which ranks could share"
@@ -88,13 +87,12 @@ def _layer(root: nn.Module, one: Found, modality: str, fields: Modality) -> Expe
     ]
     if number is None or wrong or not names:
         what = f"{wrong[0]} of shape {list(shapes[wrong[0]])}" if wrong else type(experts).__name__
-        raise ConfigError(
-            f"modalities.{modality}.ep_size",
-            degree,
+        rule = (
             f"{one.path} has {number or 'no number of'} experts, with equal parts of the first dim of every tensor; "
-            f"got {what}",
-            "Name the attribute with their number in its ExpertParallelPlan, or use ep_size=1",
+            f"got {what}"
         )
+        fix = "Name the attribute with their number in its ExpertParallelPlan, or use ep_size=1"
+        raise ConfigError(f"modalities.{modality}.ep_size", degree, rule, fix)
     if one.plan is None and fields.cp_size > 1:
         rule = (
             f"{one.path} calls each expert where its tokens need it, and ranks of one sequence must call the same ones"

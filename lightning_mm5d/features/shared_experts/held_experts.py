@@ -66,9 +66,8 @@ def check_adapters(adapters: Mapping[str, nn.Module], name: str, modality: Modal
             raise ConfigError(f"modalities.{name}.tensor.expert_tp_size", modality.tensor.expert_tp_size, rule, "Use 1")
         if modality.sharding.reshard_after_forward:
             rule = f"The factors of the adapter on {path} are used where the layer does not run, for tokens of others"
-            raise ConfigError(
-                f"modalities.{name}.sharding.reshard_after_forward", True, rule, "Use False, or no adapter there"
-            )
+            fix = "Use False, or no adapter there"
+            raise ConfigError(f"modalities.{name}.sharding.reshard_after_forward", True, rule, fix)
 
 
 class Adapters:
