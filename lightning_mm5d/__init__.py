@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         TensorOptions,
     )
     from lightning_mm5d.context_parallel.hooks.context_mask import multimodal_mask
+    from lightning_mm5d.data.lazy import LazyTensor
     from lightning_mm5d.expert_parallel import ExpertParallelPlan, register_expert_parallel_plan
     from lightning_mm5d.features.deferred_init.pretrained import from_pretrained
     from lightning_mm5d.features.throughput.feature import ModalityThroughput
@@ -69,6 +70,7 @@ __all__ = [
     "ContextOptions",
     "ExpertParallelPlan",
     "LaunchOptions",
+    "LazyTensor",
     "MemoryOptions",
     "Modality",
     "ModalityEncoder",
@@ -111,6 +113,7 @@ _HOMES = {
     "ContextOptions": "config.groups",
     "ExpertParallelPlan": "expert_parallel",
     "LaunchOptions": "config.groups",
+    "LazyTensor": "data.lazy",
     "MemoryOptions": "config.groups",
     "Modality": "config",
     "ModalityEncoder": "models.modality_encoder",

@@ -93,6 +93,7 @@ FEATURES = (
     Registered("first_batch"),
     Registered("row_indices"),
     Registered("unread"),
+    Registered("own_items"),
     Registered("nonfinite", {"on_nonfinite": "propagate"}),
     Registered("device_figures"),
     Registered("throughput"),

@@ -41,6 +41,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_mm5d.config.features import part_of
 from lightning_mm5d.data.batches import LoaderBatches, ReplicaBatches
+from lightning_mm5d.data.lazy import Kept, keep_in_worker
 from lightning_mm5d.data.random_state import seed_all, seed_of, seeded
 from lightning_mm5d.data.replica_view import as_replica, become_replica
 from lightning_mm5d.data.resumable import Position, Progress, Resumable, TrainerProgress
@@ -148,7 +149,10 @@ def _served(
     if loader.generator is None:
         loader.generator = torch.Generator()
         loader.reseeds_generator = True
-    loader.worker_init_fn = _SeedWorker(tuple(shards), num_shards, loader.num_workers, loader.worker_init_fn)
+    loader.kept = Kept() if loader.num_workers else None
+    loader.worker_init_fn = _SeedWorker(
+        tuple(shards), num_shards, loader.num_workers, loader.worker_init_fn, loader.kept
+    )
     loader.num_workers *= count
     if hasattr(loader, "in_order"):
         loader.in_order = True  # the order of arrival would differ between ranks
@@ -188,6 +192,8 @@ class _ShardIteration(Resumable):
     served_indices: Any
     generator: torch.Generator
     reseeds_generator = False
+    kept: Kept | None = None
+    """by workers; None without any"""
 
     def __len__(self) -> int:
         return -(-super().__len__() // len(self.progress.shards))  # type: ignore[misc]
@@ -201,8 +207,8 @@ class _ShardIteration(Resumable):
             self.generator.manual_seed(seed_of(seed, "workers", epoch))
         with seeded(seed, "start", epoch), as_replica(shards[0], self.progress.num_shards):
             batches = super().__iter__()  # type: ignore[misc]
-        for group in self.groups(batches, first, dropped, *([shard] for shard in shards)):
-            yield group[0] if len(shards) == 1 else ReplicaBatches(group)
+        groups = self.groups(batches, first, dropped, *([shard] for shard in shards))
+        yield from self.read_ahead(group[0] if len(shards) == 1 else ReplicaBatches(group) for group in groups)
 
 
 class _StreamIteration(_ShardIteration):
@@ -289,12 +295,15 @@ class _SeedWorker:
     num_shards: int
     workers: int  # of each shard
     init_fn: Callable[[int], None] | None
+    kept: Kept | None
 
     def __call__(self, worker_id: int) -> None:
         worker, position = divmod(worker_id, len(self.shards))
         base_seed = torch.initial_seed() - worker_id
         become_replica(self.shards[position], self.num_shards, worker, self.workers)
         seed_all(seed_of(base_seed, "worker", worker, self.shards[position]))
+        if self.kept is not None:
+            keep_in_worker(self.kept)
         if self.init_fn is not None:
             self.init_fn(worker)
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.data.lazy import LazyTensor
 from lightning_mm5d.data.packed_images import REMEDY, PackedTokens, Path, counted_ways, kind_of, packed_rows
 from lightning_mm5d.data.waiting import Waiting
 from lightning_mm5d.layout.even_split import even_lengths
@@ -518,6 +519,8 @@ def _take(node: Any, path: Path, cuts: dict[Path, _Cut], m: int) -> Any:
         start, end = cut.bounds[m], cut.bounds[m + 1]
         if cut.packed and start == end:
             return None
+        if isinstance(node, LazyTensor) and cut.dim == 0:
+            return node.rows(start, end)
         return node[:, start:end] if cut.dim == 1 else node[start:end]
     children = _children(node)
     if not children:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -148,6 +148,8 @@ class Resumable:
     served_order: ShardOrder
     served_indices: Any = None
     reseeds_generator = False
+    ahead: Callable[[Any], None] | None = None
+    """takes a batch before it is needed"""
 
     _pending: Position | None = None
     _rest: list[Any] | None = None
@@ -365,6 +367,18 @@ class Resumable:
                 break
             group.append(batch)
         return group
+
+    def read_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches; while `ahead` is there it is given each when the one before is still to come."""
+        read = deque[Any]()
+        while True:
+            while len(read) < (1 if self.ahead is None else 2) and (batch := next(batches, _END)) is not _END:
+                if self.ahead is not None:
+                    self.ahead(batch)
+                read.append(batch)
+            if not read:
+                return
+            yield read.popleft()
 
     def note_batch(self, number: int) -> None:
         """Keep the state of the user's own loader after batch `number`, where Lightning fetches ahead of its steps."""

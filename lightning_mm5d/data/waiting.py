@@ -2,8 +2,8 @@
 
 A rank that runs no encoder hands its pixel values to a call that another rank computes, and never reads them. There
 such a tensor is a `Waiting`. It tells shape, dtype and the device of the rank, and its slices wait, too. It moves to
-the device when any other function takes it. So a wrong guess costs a copy, and no number is wrong. A slice moves the
-whole tensor and is a view of it, so that writes are seen as in any other tensor.
+the device when any other function takes it. So a wrong guess costs a copy, and no number is wrong. A slice or another
+view moves the whole tensor and is a view of it, so that writes are seen as in any other tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _TELLING = {
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__),
@@ -29,6 +29,13 @@ _TELLING = {
     ),
 }
 
+_VIEWING = {
+    *(Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten, torch.unflatten),
+    *(Tensor.unsqueeze, torch.unsqueeze, Tensor.permute, torch.permute, Tensor.transpose, torch.transpose),
+    *(Tensor.movedim, torch.movedim, Tensor.expand),
+}
+"""of a tensor that lies in one piece"""
+
 
 class Waiting(Tensor):
     """Stands for a tensor that is still in host memory.
@@ -40,7 +47,7 @@ class Waiting(Tensor):
     """
 
     _host: Tensor
-    _moved: Tensor | None
+    _moved: Tensor | None = None
     _move: Callable[[], Tensor]
 
     @staticmethod
@@ -72,24 +79,37 @@ class Waiting(Tensor):
                     return func(*args, **kwargs)
             if func is Tensor.__getitem__ and _is_plain(args[1]):
                 return Waiting(first._host[args[1]], first.device, lambda: first.moved()[args[1]])
+            if func in _VIEWING and first._host.is_contiguous() and _are_sizes(args[1:], kwargs):
+                form = func(first._host.to("meta"), *args[1:], **kwargs)
+                return Waiting(form, first.device, lambda: func(first.moved(), *args[1:], **kwargs))
             if func is Tensor.to and _moves_to(first.device, *args[1:], **kwargs):
                 return first
-        args, kwargs = tree_map_only(Waiting, Waiting.moved, (args, kwargs))
+        args, kwargs = tree_map_only(Waiting, _values, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        args, kwargs = tree_map_only(Waiting, Waiting.moved, (args, kwargs or {}))
+        args, kwargs = tree_map_only(Waiting, _values, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
+def _values(tensor: Waiting) -> Tensor:
+    return tensor.moved()
+
+
 def _moves_to(place: torch.device, device: Any = None, *others: Any, **options: Any) -> bool:
     """Whether `to` with these arguments moves a tensor to a place, and does nothing else."""
     named = isinstance(device, (str, torch.device))
     return named and torch.device(device) == place and not others and not options.keys() - {"non_blocking"}
+
+
+def _are_sizes(args: Any, kwargs: Any) -> bool:
+    """Whether arguments are dims and sizes, and no tensors or dtypes."""
+    leaves = tree_leaves((args, kwargs))
+    return all(type(leaf) is int for leaf in leaves)
 
 
 def _is_plain(index: Any) -> bool:

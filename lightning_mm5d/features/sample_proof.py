@@ -31,6 +31,7 @@ from torch import Tensor
 
 from lightning_mm5d.config.errors import RankMismatchError
 from lightning_mm5d.data.batches import split_replicas
+from lightning_mm5d.data.lazy import LazyTensor
 from lightning_mm5d.data.microbatch import leaves
 from lightning_mm5d.engine.codec import broadcast_tree
 from lightning_mm5d.engine.run_groups import Wish
@@ -70,7 +71,9 @@ def _add(value: Any, digest: Any) -> str | None:
     if isinstance(value, Tensor):
         form = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
         digest.update(form.encode())
-        if value.device.type == "cpu" and value.layout == torch.strided and not value.is_quantized:
+        if isinstance(value, LazyTensor):
+            digest.update(value.key())
+        elif value.device.type == "cpu" and value.layout == torch.strided and not value.is_quantized:
             digest.update(_bytes(value.detach()))
     elif isinstance(value, np.ndarray | np.generic):
         form = f"{value.dtype}{list(value.shape)}"

@@ -50,12 +50,17 @@ ASKING: dict[str, Callable[[Any], Any]] = {
     "versions": lambda x: (x._version, x.is_inference()),
     "where it is": lambda x: x.to("cpu") is x and x.to(CPU, non_blocking=True) is x and x.to(device=CPU) is x,
     "slices": lambda x: x[1:3][:, None, 2:4].shape,
+    "views": lambda x: [
+        y.shape for y in (x.flatten(), x.view(2, 2, 6), torch.reshape(x, (-1, 2)), x.permute(1, 0), x[None])
+    ],
     "microbatches": lambda x: [part.batch["x"].shape for part in split({"x": x, "labels": torch.ones(4)}, 2)],
     "dealt microbatches": lambda x: [part.batch["x"].shape for part in dealt(x)],
 }
 READING: dict[str, Callable[[Any], Any]] = {
     "arithmetic": lambda x: x + 1,
     "a slice": lambda x: x[1:3] * 2,
+    "a view": lambda x: x.transpose(0, 1).unsqueeze(0) * 2,
+    "another dtype of its bytes": lambda x: x.view(torch.int32),
     "a number": lambda x: float(x[0, 1]),
     "a list": lambda x: x.tolist(),
     "numpy": lambda x: np.asarray(x),
@@ -98,6 +103,7 @@ def test_reading_it_gives_what_the_tensor_gives(how: str) -> None:
 def test_writes_to_a_slice_are_seen_in_the_whole() -> None:
     tensor, _ = waiting([])
     part = tensor[1:3]
+    tensor.view(2, 12)[0, 0] = 0
     part.add_(100)
     tensor[0, 0] = 7
     assert float(tensor.sum()) == 276 + 1200 + 7

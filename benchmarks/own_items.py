@@ -1,0 +1,143 @@
+"""Samples with 0 to 30 JPEG images and a WAV file each, on four ranks: decoded by whoever reads them, or by all.
+
+Files of 256 x 256 pixels and a second of sound are written once and decoded in each step, with Pillow and the standard
+library. The models are small, so that decoding is most of a step. Sides take turns; images that each rank has
+decoded are counted.
+"""
+
+from __future__ import annotations
+
+import resource
+import tempfile
+import wave
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from turns import Side, Turns, fit, median_ratio, milliseconds, race, row
+
+from lightning_mm5d import LazyTensor, Modality, MultimodalStrategy
+
+STEPS, BATCH, MICROBATCHES, TOKENS, WIDTH, PIXELS, FILES, SOUND = 16, 32, 4, 8, 64, 64, 64, 16000
+DECODED = {"images": 0, "sounds": 0}
+
+
+def decode_image(path: Path) -> Tensor:
+    """[3, PIXELS, PIXELS]"""
+    DECODED["images"] += 1
+    with Image.open(path) as image:
+        small = image.convert("RGB").resize((PIXELS, PIXELS))
+    return torch.from_numpy(np.array(small)).permute(2, 0, 1).float() / 255
+
+
+def decode_sound(path: Path) -> Tensor:
+    """[SOUND]"""
+    DECODED["sounds"] += 1
+    with wave.open(str(path)) as sound:
+        return torch.frombuffer(bytearray(sound.readframes(SOUND)), dtype=torch.int16).float() / 2**15
+
+
+class Album(L.LightningModule):
+    """Texts with any number of images and a piece of sound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = nn.Sequential(nn.Flatten(), nn.Linear(3 * PIXELS**2, WIDTH))
+        self.audio = nn.Sequential(nn.Linear(SOUND, WIDTH))
+        self.language = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        pixels, counts = batch["pixel_values"], batch["image_items"]
+        hidden = batch["inputs_embeds"] + self.audio(batch["sounds"])[:, None]
+        if pixels is not None:
+            owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+            hidden = hidden.index_add(0, owner, self.vision(pixels)[:, None].expand(-1, TOKENS, -1))
+        return self.language(hidden).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Albums(Dataset):
+    """The same samples in every process."""
+
+    def __init__(self, folder: Path, *, lazy: bool) -> None:
+        generator = torch.Generator().manual_seed(0)
+        numbers = torch.empty(BATCH * STEPS).log_normal_(1, 1, generator=generator)
+        self.counts, self.folder, self.lazy = numbers.int().clamp(max=30).tolist(), folder, lazy
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        images = [
+            partial(decode_image, self.folder / f"{(index + one) % FILES}.jpg") for one in range(self.counts[index])
+        ]
+        sound = partial(decode_sound, self.folder / f"{index % FILES}.wav")
+        if self.lazy:
+            return {
+                "images": [LazyTensor(image, (3, PIXELS, PIXELS)) for image in images],
+                "sound": LazyTensor(sound, (SOUND,)),
+            }
+        return {"images": [image() for image in images], "sound": sound()}
+
+
+def _collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    images = [image for sample in samples for image in sample["images"]]
+    return {
+        "pixel_values": torch.stack(images) if images else torch.empty(0, 3, PIXELS, PIXELS),
+        "image_items": torch.tensor([len(sample["images"]) for sample in samples]),
+        "sounds": torch.stack([sample["sound"] for sample in samples]),
+        "inputs_embeds": torch.ones(len(samples), TOKENS, WIDTH),
+    }
+
+
+def _train(turns: Turns, rank: int, *, folder: Path, layout: str, lazy: bool) -> tuple[int, int, int]:
+    modalities = {
+        "vision": Modality(module="vision", boundary="vision", dp_size=2 if layout == "vision dp 2" else 1),
+        "audio": Modality(module="audio", boundary="audio"),
+        "language": Modality(module="language", pp_size=1 if layout == "vision dp 2" else 2),
+    }
+    strategy = MultimodalStrategy(modalities, batching={"num_microbatches": MICROBATCHES, "balance": True})
+    fit(Album(), DataLoader(Albums(folder, lazy=lazy), batch_size=BATCH, collate_fn=_collate), strategy, 4, turns)
+    return DECODED["images"], DECODED["sounds"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def measure(folder: Path, layout: str) -> None:
+    """Print the row of one layout, and what each rank has decoded."""
+    lazily, plainly = (Side(4, partial(_train, folder=folder, layout=layout, lazy=lazy)) for lazy in (True, False))
+    own, every = race(lazily, plainly, STEPS)
+    row(
+        f"{BATCH} samples with 0 to 30 JPEG images and a WAV file, 4 ranks ({layout}): `LazyTensor` / tensors",
+        median_ratio(own, every),
+        "0.8",
+        f"{milliseconds(own)} / {milliseconds(every)}",
+    )
+    for name, raced in (("LazyTensor", own), ("tensors", every)):
+        print(f"{name}: images, sounds, peak MiB of each rank:", *((a, b, c // 1024) for a, b, c in raced.results))
+
+
+def main() -> None:
+    random = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for index in range(FILES):
+            noise = random.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+            Image.fromarray(noise).resize((256, 256)).save(folder / f"{index}.jpg")
+            with wave.open(str(folder / f"{index}.wav"), "wb") as sound:
+                sound.setnchannels(1)
+                sound.setsampwidth(2)
+                sound.setframerate(SOUND)
+                sound.writeframes(random.integers(-9999, 9999, SOUND, dtype=np.int16).tobytes())
+        measure(folder, "language pp 2")
+        measure(folder, "vision dp 2")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Each rank loads the images that it encodes, and numbers are those of tensors that are there."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from features.toys import LANGUAGE, PAIR, PIXELS, TWINS, VISION, Layout, Run, Samples, Toy, alone, together, weights
+from lightning_mm5d import LazyTensor, Modality
+from lightning_mm5d.data.loader import Resumable
+
+IMAGES = Samples(32)
+LOADED: list[int] = []
+AHEAD: list[int] = []
+
+
+def load(index: int) -> Tensor:
+    LOADED.append(index)
+    if threading.current_thread() is not threading.main_thread():
+        AHEAD.append(index)
+    return IMAGES.images[index]
+
+
+class LazySamples(Dataset):
+    """The same samples, with images that are loaded where they are read."""
+
+    def __len__(self) -> int:
+        return len(IMAGES)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        image = LazyTensor(functools.partial(load, index), (PIXELS,), torch.float64)
+        return {**IMAGES[index], "images": image}
+
+
+class Telling(Toy):
+    """Notes what its loaders were told of lazy tensors."""
+
+    def on_train_end(self) -> None:
+        loader = self.trainer.train_dataloader
+        kept = getattr(loader, "kept", None)
+        self.told = isinstance(loader, Resumable), None if kept is None else bool(kept)
+
+
+def train(run: Run, lazy: bool = True, **options: Any) -> Any:
+    module = Telling()
+    LOADED.clear()
+    AHEAD.clear()
+    samples: Dataset = LazySamples() if lazy else IMAGES
+    trainer = run.trainer(max_epochs=2)
+    trainer.fit(module, run.training(samples, **options))
+    trained, ahead, told = sorted(LOADED), sorted(AHEAD), getattr(module, "told", None)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    found = trainer.predict(module, run.loader(samples, 8))
+    return weights(module), metrics, found, trained, ahead, told
+
+
+def both(run: Run) -> Any:
+    return [train(run), train(run, lazy=False), train(run, num_workers=2)]
+
+
+EYES = Layout({"vision": Modality(dp_size=2, **VISION), "language": Modality(**LANGUAGE)}, 3)
+"""two encoder replicas, which take turns with microbatches: ranks 0-1; language: rank 2"""
+
+
+def assert_equal(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(got[0], expected[0], rtol=0, atol=0, equal_nan=True)
+    assert got[1] == expected[1]
+    torch.testing.assert_close(got[2], expected[2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", [PAIR, EYES, TWINS], ids=["pair", "encoder replicas", "twins"])
+def test_numbers_are_those_of_plain_tensors_and_each_rank_loads_its_own(layout: Layout) -> None:
+    """ranks as the layout says"""
+    found = together(layout, both, limit=120)
+    for lazily, plainly, in_workers in found:
+        assert_equal(lazily, plainly)
+        assert_equal(in_workers, plainly)
+    epochs = 2 * len(IMAGES)
+    counts = [lazily[3] for lazily, _, _ in found]
+    reads = {"pair": [epochs, 0], "eyes": [epochs // 2, epochs // 2, 0], "twins": [epochs, 0, 0]}
+    named = reads["pair" if layout is PAIR else "eyes" if layout is EYES else "twins"]
+    for loaded, usual in zip(counts, named, strict=True):
+        assert usual <= len(loaded) <= usual + (usual and 8), "but for the first batch, which is compared"
+    for lazily, _, in_workers in found:
+        loaded, ahead = lazily[3], lazily[4]
+        assert len(ahead) >= len(loaded) - 16, "all but the first batches are loaded ahead"
+        assert lazily[5] == (True, None)
+        reads_all = len(loaded) >= epochs
+        assert in_workers[5] == (True, not reads_all), "workers load what a rank reads whole"
+
+
+def test_one_process_reads_it_as_any_tensor() -> None:
+    scenario: Callable[..., Any] = train
+    assert_equal(alone(scenario), alone(functools.partial(train, lazy=False)))
