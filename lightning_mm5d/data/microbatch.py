@@ -18,6 +18,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -606,11 +607,9 @@ def _rebuild(node: Any, values: list[Any]) -> Any:
         return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
     steps = [step for step, _ in _children(node) or ()]
     new = copy.copy(node)
+    put = new.__setitem__ if isinstance(node, Mapping) else partial(object.__setattr__, new)
     for step, value in zip(steps, values, strict=True):
-        if isinstance(node, Mapping):
-            new[step] = value
-        else:
-            object.__setattr__(new, step, value)
+        put(step, value)
     return new
 
 
