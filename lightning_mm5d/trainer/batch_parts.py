@@ -8,9 +8,10 @@ to guess: the labels are what `training_step` passes as ``labels=``, or the one 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
@@ -32,9 +33,6 @@ from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
 from lightning_mm5d.source.passed import TARGET, Counting, Path, counting, passed
 from lightning_mm5d.source.trees import reached
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
 
 Splitting = Literal["split", "loader"] | Callable[[Any, int], Any]
 """``microbatching`` of the strategy."""

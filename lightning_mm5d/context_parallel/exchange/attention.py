@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,12 +44,10 @@ from torch.autograd.function import once_differentiable
 
 from lightning_mm5d.context_parallel.exchange.ring import Alone, Core, Local, Ring, nothing, precise
 from lightning_mm5d.context_parallel.exchange.ulysses import Gather, Heads, SumScattered, joined, within
+from lightning_mm5d.context_parallel.masks.mask import Mask
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.kept_results import as_one
 from lightning_mm5d.sharded.sequence import TokenSplit
-
-if TYPE_CHECKING:
-    from lightning_mm5d.context_parallel.masks.mask import Mask
 
 STEP_BYTES = 8 * 2**20
 

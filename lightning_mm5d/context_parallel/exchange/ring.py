@@ -23,17 +23,15 @@ Shapes: B batch, H query heads, G key heads, S_rank tokens of a rank, Sq queries
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward, merge
+from lightning_mm5d.context_parallel.masks.mask import Mask, Tiles
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.sequence import Hop, TokenSplit
-
-if TYPE_CHECKING:
-    from lightning_mm5d.context_parallel.masks.mask import Mask, Tiles
 
 
 class Core(Protocol):
