@@ -1,12 +1,11 @@
-"""Cuts a batch into microbatches, and joins what the microbatches returned.
+"""Cuts a batch into microbatches.
 
 A batch is any nesting of mappings (``BatchEncoding`` included), lists, tuples, named tuples and dataclasses.
 Tensors and lists with one row per sample are cut into views, packed fields by the samples that own their rows
 (see ``packed``), and anything without a length is repeated. It knows nothing of ranks or of the model, and
 refuses a batch in which the number of samples, or the owner of a row, would have to be guessed.
 
-Microbatches hold samples in the order of the batch, or those that a `Dealer` gives them; what they returned is then put
-back into that order.
+Microbatches hold samples in the order of the batch, or those that a `Dealer` gives them.
 
 Shapes: B batch (samples), M microbatches, S sequence.
 """
@@ -16,13 +15,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from lightning_mm5d.config.errors import ConfigError
@@ -69,38 +65,8 @@ returns the samples of each, in rising order; None leaves the order of the batch
 """
 
 
-class Sizes(tuple[int, ...]):
-    """The numbers of samples of microbatches, and where in the batch these samples stand if not one after the other."""
-
-    order: list[int] | None = None
-
-    @classmethod
-    def of(cls, parts: Sequence[Microbatch]) -> Sizes:
-        """Return those of all microbatches of a batch."""
-        sizes = cls(part.samples for part in parts)
-        if any(part.places is not None for part in parts):
-            sizes.order = [place for part in parts for place in part.places or ()]
-        return sizes
-
-    def restored(self, rows: list[Any]) -> list[Any]:
-        """Return a list with an element for each sample of the microbatches in the order of the batch."""
-        return (
-            rows if self.order is None else [row for _, row in sorted(zip(self.order, rows, strict=True), key=_place)]
-        )
-
-
 def _place(pair: tuple[int, Any]) -> int:
     return pair[0]
-
-
-class BatchNumber(int):
-    """An integer that belongs to a whole batch, as ``batch_idx`` does: `merge` keeps it where it sums counts.
-
-    Copies, pickles, and what is computed from it are plain integers.
-    """
-
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)
 
 
 class _Cut(NamedTuple):
@@ -120,14 +86,14 @@ def batch_samples(batch: Any) -> int | None:
     Returns:
         None where tensors disagree and no field's name decides, and where nothing has a length.
     """
-    arrays = {path: value for path, value in leaves(batch) if _is_array(value) or _is_ragged(value)}
+    arrays = {path: value for path, value in leaves(batch) if is_array(value) or _is_ragged(value)}
     for name in _SAMPLE_WISE:
         sizes = {len(value) for path, value in arrays.items() if path[-1:] == (name,)}
         if len(sizes) == 1:
             return sizes.pop()
     sizes = {len(value) for value in arrays.values()}
     if not arrays:
-        sizes = {len(value) for _, value in leaves(batch) if _is_plain_sequence(value)}
+        sizes = {len(value) for _, value in leaves(batch) if is_plain_sequence(value)}
     if len(sizes) > 1:
         counts = {len(way) for way in counted_ways(arrays) if sizes <= {len(way), sum(way)}}
         return counts.pop() if len(counts) == 1 else None
@@ -163,7 +129,7 @@ def _cut_lengths(batch: Any, parts: Sequence[Any]) -> Iterator[tuple[int, ...]]:
         if len(set(lengths)) > 1:
             yield lengths
             return
-    children = [dict(_children(one) or ()) for one in (batch, *parts)]
+    children = [dict(children_of(one) or ()) for one in (batch, *parts)]
     for step in children[0]:
         if all(step in others for others in children[1:]):
             yield from _cut_lengths(children[0][step], [others[step] for others in children[1:]])
@@ -238,8 +204,8 @@ def joined_parts(batch: Any, parts: Sequence[Microbatch], image_tokens: PackedTo
     if samples is None or samples <= count:
         return counted(batch, samples)
     tokens = image_tokens or PackedTokens()
-    places = Sizes.of(parts).order
-    if places is None:
+    places = [place for part in parts for place in part.places or ()]
+    if not places:
         return Microbatch(_take(batch, (), _plan(batch, samples, [0, count, samples], tokens), 0), count)
     cuts = _plan(batch, samples, [*range(samples + 1)], tokens)
     return Microbatch(_gathered(batch, (), cuts, places), count, places=tuple(places))
@@ -250,9 +216,9 @@ def _packed_sizes(batch: Any, cuts: Mapping[Path, _Cut]) -> dict[str, list[int]]
     found: dict[str, tuple[int, list[int]]] = {}
     for path, value in leaves(batch):
         cut = cuts.get(path)
-        if cut is None or cut.dim or not (_is_array(value) or _is_ragged(value)):
+        if cut is None or cut.dim or not (is_array(value) or _is_ragged(value)):
             continue
-        is_ragged = not _is_array(value)
+        is_ragged = not is_array(value)
         rows = [len(one) for one in value] if is_ragged else [end - start for start, end in pairwise(cut.bounds)]
         if len({*rows}) > 1:
             kind = (kind_of(path[-1]) if path else None) or str(path)
@@ -265,14 +231,14 @@ def _gathered(node: Any, path: Path, cuts: Mapping[Path, _Cut], samples: Sequenc
     """The given samples of what is cut into single ones."""
     cut = cuts.get(path)
     if cut is None:
-        children = _children(node)
-        if not children:
+        inside = children_of(node)
+        if not inside:
             return node
-        return _rebuild(node, [_gathered(child, (*path, step), cuts, samples) for step, child in children])
+        return rebuilt(node, [_gathered(child, (*path, step), cuts, samples) for step, child in inside])
     rows = [row for sample in samples for row in range(cut.bounds[sample], cut.bounds[sample + 1])]
     if cut.packed and not rows:
         return None
-    if _is_plain_sequence(node):
+    if is_plain_sequence(node):
         return type(node)(node[row] for row in rows)
     if isinstance(node, torch.Tensor):
         index = torch.tensor(rows, device=node.device)
@@ -308,170 +274,29 @@ def split_each(
         [value] * num_microbatches
         if value is None
         else [part.batch for part in split(value, num_microbatches, image_tokens=image_tokens)]
-        for _, value in _children(batch) or ()
+        for _, value in children_of(batch) or ()
     ]
     share = samples[0] // num_microbatches
-    return [Microbatch(_rebuild(batch, list(values)), share) for values in zip(*parts, strict=True)]
-
-
-def merge(outputs: Sequence[Any], samples: Sequence[int], where: str = "", *, tells: bool = True) -> Any:
-    """Joins what M microbatches returned into what the batch would have returned.
-
-    Tensors and NumPy arrays with one row per sample, and lists with one element per sample, are concatenated; floats
-    and 0-dim tensors of them become their mean, weighted by samples; integers and 0-dim tensors of them are
-    counts, and become their sum, but for a `BatchNumber`; containers are joined field by field; other equal values
-    stay one value. What cannot be joined (rows of different shapes, fields that not all have, unequal bools) becomes
-    the list of the M outputs. A tuple is a container unless it holds strings only.
-
-    Samples lie along dim 0, or along dim 1 where only that has their number (states of an LSTM). A warning tells of an
-    integer that is equal in all microbatches and not their number of samples, of a dim that is a guess, and of rows
-    that are numbered anew in each microbatch.
-
-    Args:
-        outputs: M outputs of a step.
-        samples: M numbers of samples; `Sizes` put the samples back into the order of the batch.
-        where: path of the outputs in what the step gave, for warnings.
-        tells: whether to warn of tensors that become a list because they have no rows of samples.
-    """
-    outputs, samples = list(outputs), samples if isinstance(samples, Sizes) else Sizes(samples)
-    if len(outputs) != len(samples):
-        raise ValueError(f"merge: got {len(outputs)} outputs and {len(samples)} numbers of samples.")
-    first = outputs[0]
-    if len(outputs) == 1:
-        return first
-    if all(isinstance(output, torch.Tensor) for output in outputs):
-        return _merge_tensors(outputs, samples, where, tells)
-    if all(isinstance(output, int) for output in outputs) and not any(isinstance(output, bool) for output in outputs):
-        return _merge_integers(outputs, samples, where)
-    if all(isinstance(output, float) for output in outputs):
-        return sum(o * s for o, s in zip(outputs, samples, strict=True)) / sum(samples)
-    if all(isinstance(output, np.ndarray) for output in outputs) and _are_rows(outputs, samples):
-        rows = np.concatenate(outputs)
-        return rows if samples.order is None else rows[np.argsort(samples.order)]
-    if any(type(output) is not type(first) or _is_array(output) for output in outputs):
-        return outputs
-    if _hold_samples(outputs, samples):
-        return type(first)(samples.restored([element for output in outputs for element in output]))
-    if _children(first) is not None:
-        fields = [dict(_children(output) or ()) for output in outputs]
-        if any(list(other) != list(fields[0]) for other in fields):
-            return outputs
-        inside = {step: [other[step] for other in fields] for step in fields[0]}
-        merged = [merge(one, samples, f"{where}[{step!r}]", tells=tells) for step, one in inside.items()]
-        return _rebuild(first, merged)
-    return first if all(output == first for output in outputs) else outputs
-
-
-def _merge_integers(outputs: list[int], samples: Sizes, where: str) -> int:
-    first = outputs[0]
-    if all(isinstance(output, BatchNumber) and output == first for output in outputs):
-        return int(first)
-    if first and outputs != [*samples] and all(output == first for output in outputs):
-        _warn(where, "an integer that is equal in all microbatches, is summed as a count: make a constant a float")
-    return sum(outputs)
-
-
-def _warn(where: str, what: str) -> None:
-    warnings.warn(f"what a step gave{f' in {where}' if where else ''}, {what}", stacklevel=2)
+    return [Microbatch(rebuilt(batch, list(values)), share) for values in zip(*parts, strict=True)]
 
 
 def with_tensors(batch: Any, function: Callable[[Path, torch.Tensor], torch.Tensor], path: Path = ()) -> Any:
     """Returns ``batch`` with what ``function`` returns of its tensors and their paths; itself where nothing changes."""
     if isinstance(batch, torch.Tensor):
         return function(path, batch)
-    children = _children(batch)
+    children = children_of(batch)
     if not children:
         return batch
     values = [with_tensors(child, function, (*path, step)) for step, child in children]
     if all(value is child for value, (_, child) in zip(values, children, strict=True)):
         return batch
-    return _rebuild(batch, values)
+    return rebuilt(batch, values)
 
 
 def copied(batch: Any) -> Any:
     """Return ``batch`` with new containers of the same tensors and other leaves."""
-    children = _children(batch)
-    return _rebuild(batch, [copied(child) for _, child in children]) if children else batch
-
-
-def _merge_tensors(outputs: list[torch.Tensor], samples: Sizes, where: str, tells: bool) -> Any:
-    first = outputs[0]
-    if all(output.ndim == 0 and output.dtype == torch.bool for output in outputs):
-        return first if all(torch.equal(output, first) for output in outputs) else outputs
-    if all(output.ndim == 0 and not output.is_floating_point() and not output.is_complex() for output in outputs):
-        return torch.stack(outputs).sum()
-    if all(output.ndim == 0 and output.is_floating_point() for output in outputs):
-        wide = torch.promote_types(first.dtype, torch.float32)
-        weights = torch.tensor(samples, dtype=wide, device=first.device) / sum(samples)
-        return (torch.stack(outputs).to(wide) * weights).sum().to(first.dtype)
-    if dims := [dim for dim in (0, 1) if _have_samples(outputs, samples, dim)]:
-        if dims == [1] and all(torch.equal(output, first) for output in outputs):
-            return first
-        same_rows = all(_without(output, dims[0]) == _without(first, dims[0]) for output in outputs)
-        # under equal numbers of samples a dim may have theirs by chance: only batches with unequal ones tell
-        if same_rows and dims != [0] and len({*samples}) == 1:
-            _warn(
-                where,
-                f"a tensor of {tuple(first.shape)} for {samples[0]} samples, is joined along dim {dims[0]}. "
-                "Where this is not the dim of samples, return another one first, or use microbatches of another size",
-            )
-        if same_rows and _count_up(outputs):
-            _warn(
-                where,
-                "whole numbers that count up, start again in each microbatch. Take them from the batch, or set "
-                "num_microbatches: 1",
-            )
-        if not same_rows:
-            return outputs
-        joined = torch.cat(outputs, dims[0])
-        if samples.order is None:
-            return joined
-        return joined.index_select(dims[0], torch.tensor(samples.order, device=joined.device).argsort())
-    if all(torch.equal(output, first) for output in outputs):
-        return first
-    if tells and first.ndim:
-        _warn(
-            where,
-            f"a tensor of {tuple(first.shape)} for {samples[0]} samples, has no row for each sample, and becomes a "
-            "list of those of the microbatches. Return a row for each sample, or set num_microbatches: 1",
-        )
-    return outputs
-
-
-def _count_up(outputs: list[torch.Tensor]) -> bool:
-    """Whether each is ``i, i + 1, i + 2, ...`` with the same i, as ``torch.arange(len(x))`` is."""
-    first = outputs[0]
-    if first.ndim != 1 or first.dtype == torch.bool or first.is_floating_point() or first.is_complex():
-        return False
-    least = min(map(len, outputs))  # of two or less it may be by chance
-    if least < 3 or not torch.equal(first.diff(), torch.ones_like(first[1:])):
-        return False
-    return all(torch.equal(output[:least], first[:least]) for output in outputs)
-
-
-def _have_samples(outputs: list[torch.Tensor], samples: Sequence[int], dim: int) -> bool:
-    """Whether a dim has the number of samples: the first, or the second of a tensor with three or more."""
-    pairs = zip(outputs, samples, strict=True)
-    return all(output.ndim > 2 * dim and output.shape[dim] == size for output, size in pairs)
-
-
-def _without(output: torch.Tensor, dim: int) -> tuple[int, ...]:
-    return (*output.shape[:dim], *output.shape[dim + 1 :])
-
-
-def _are_rows(outputs: Sequence[Any], samples: Sequence[int]) -> bool:
-    """Whether arrays hold one row per sample, of one shape."""
-    return all(one.shape == (size, *outputs[0].shape[1:]) for one, size in zip(outputs, samples, strict=True))
-
-
-def _hold_samples(outputs: list[Any], samples: Sequence[int]) -> bool:
-    """Whether sequences hold one element per sample, rather than fields with one row per sample."""
-    pairs = list(zip(outputs, samples, strict=True))
-    if any(not _is_plain_sequence(output) or len(output) != size for output, size in pairs):
-        return False
-    if isinstance(outputs[0], tuple):
-        return all(isinstance(element, str) for output in outputs for element in output)
-    return any({len(leaf) for _, leaf in leaves(o) if _is_array(leaf)} != {size} for o, size in pairs)
+    children = children_of(batch)
+    return rebuilt(batch, [copied(child) for _, child in children]) if children else batch
 
 
 def _plan(batch: Any, samples: int, ends: list[int], tokens: PackedTokens) -> dict[Path, _Cut]:
@@ -483,7 +308,7 @@ def _plan(batch: Any, samples: int, ends: list[int], tokens: PackedTokens) -> di
     cuts, unresolved = {}, {}
     for path, value in fields.items():
         name = path[-1] if path else None
-        mrope = name == "position_ids" and _is_array(value) and value.ndim == 3
+        mrope = name == "position_ids" and is_array(value) and value.ndim == 3
         if path in rows:
             row_ends = list(accumulate(rows[path], initial=0))
             cuts[path] = _Cut(0, [row_ends[end] for end in ends], packed=True)
@@ -491,11 +316,11 @@ def _plan(batch: Any, samples: int, ends: list[int], tokens: PackedTokens) -> di
             cuts[path] = _Cut(1, ends, packed=False)
         elif len(value) == samples:
             cuts[path] = _Cut(0, ends, packed=False)
-        elif (_is_array(value) or _is_ragged(value)) and not (name == "position_ids" and len(value) == 1):
+        elif (is_array(value) or _is_ragged(value)) and not (name == "position_ids" and len(value) == 1):
             unresolved[path] = value
     counts = [way for way in counted_ways(fields) if len(way) == samples] if unresolved else []
     for path, value in list(unresolved.items()):
-        ways = [way for way in counts if sum(way) == len(value) and _is_array(value)]
+        ways = [way for way in counts if sum(way) == len(value) and is_array(value)]
         if ways and all(way == ways[0] for way in ways):
             row_ends = list(accumulate(ways[0], initial=0))
             cuts[path] = _Cut(0, [row_ends[end] for end in ends], packed=False)
@@ -523,10 +348,10 @@ def _take(node: Any, path: Path, cuts: dict[Path, _Cut], m: int) -> Any:
         if isinstance(node, LazyTensor) and cut.dim == 0:
             return node.rows(start, end)
         return node[:, start:end] if cut.dim == 1 else node[start:end]
-    children = _children(node)
+    children = children_of(node)
     if not children:
         return node
-    return _rebuild(node, [_take(child, (*path, step), cuts, m) for step, child in children])
+    return rebuilt(node, [_take(child, (*path, step), cuts, m) for step, child in children])
 
 
 def leaves(node: Any, samples: int | None = None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -537,11 +362,11 @@ def leaves(node: Any, samples: int | None = None, path: Path = ()) -> Iterator[t
         samples: that it has, where lists of samples are leaves.
         path: of `node`.
     """
-    children = _children(node)
-    nested = any(_is_array(child) or _children(child) is not None for _, child in children or ())
+    children = children_of(node)
+    nested = any(is_array(child) or children_of(child) is not None for _, child in children or ())
     if (
         children is None
-        or (_is_plain_sequence(node) and not nested)
+        or (is_plain_sequence(node) and not nested)
         or _is_sample_list(node, samples)
         or _is_ragged(node)
     ):
@@ -553,9 +378,9 @@ def leaves(node: Any, samples: int | None = None, path: Path = ()) -> Iterator[t
 
 def _is_sample_list(node: Any, samples: int | None) -> bool:
     """Whether ``node`` lists samples (strings, tensors of any shapes, dicts of those) rather than fields."""
-    if samples is None or not _is_plain_sequence(node) or len(node) != samples:
+    if samples is None or not is_plain_sequence(node) or len(node) != samples:
         return False
-    inside = [(path, value) for path, value in leaves(node) if _is_array(value)]
+    inside = [(path, value) for path, value in leaves(node) if is_array(value)]
     fields = any(path[-1] == "input_ids" for path, _ in inside)
     return not fields and (not inside or any(len(value) != samples for _, value in inside))
 
@@ -565,7 +390,7 @@ def _is_ragged(node: Any) -> bool:
 
     One-dimensional integers may be fields: labels, tokens of all samples, and where those of each begin.
     """
-    if not isinstance(node, list) or not all(_is_array(one) for one in node):
+    if not isinstance(node, list) or not all(is_array(one) for one in node):
         return False
     kinds = {(one.dtype, len(one.shape)) for one in node}
     return len(kinds) == 1 and len({len(one) for one in node}) > 1 and (node[0].ndim > 1 or _is_float(node[0]))
@@ -575,22 +400,22 @@ def _is_float(value: Any) -> bool:
     return str(value.dtype).removeprefix("torch.").startswith(("float", "bfloat"))
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
     """Whether ``value`` has a dim 0: a tensor, a NumPy array, or another array."""
     return hasattr(value, "__getitem__") and len(getattr(value, "shape", ())) > 0
 
 
-def _is_plain_sequence(value: Any) -> bool:
+def is_plain_sequence(value: Any) -> bool:
     return isinstance(value, list | tuple) and not hasattr(value, "_fields")
 
 
 def _has_length(value: Any) -> bool:
-    return _is_array(value) or _is_plain_sequence(value)
+    return is_array(value) or is_plain_sequence(value)
 
 
-def _children(node: Any) -> list[tuple[Any, Any]] | None:
+def children_of(node: Any) -> list[tuple[Any, Any]] | None:
     """The steps and children of a container, None for anything else."""
-    if _is_array(node):
+    if is_array(node):
         return None
     if isinstance(node, Mapping):
         return list(node.items())
@@ -601,15 +426,17 @@ def _children(node: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _rebuild(node: Any, values: list[Any]) -> Any:
-    """A container of ``node``'s type with other children, in the order of ``_children``."""
+def rebuilt(node: Any, values: list[Any]) -> Any:
+    """A container of ``node``'s type with other children, in the order of `children_of`."""
     if isinstance(node, list | tuple):
         return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
-    steps = [step for step, _ in _children(node) or ()]
+    steps = [step for step, _ in children_of(node) or ()]
     new = copy.copy(node)
-    put = new.__setitem__ if isinstance(node, Mapping) else partial(object.__setattr__, new)
     for step, value in zip(steps, values, strict=True):
-        put(step, value)
+        if isinstance(node, Mapping):
+            new[step] = value
+        else:
+            object.__setattr__(new, step, value)
     return new
 
 

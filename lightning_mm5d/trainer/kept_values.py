@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_mm5d.data.microbatch import BatchNumber, Sizes, merge
+from lightning_mm5d.data.joining import BatchNumber, Sizes, merge
 from lightning_mm5d.sharded.remote_value import RemoteValue, is_remote, make_plain
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.stage.payload import NotSent, Packer, detached, unsharded

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
 from lightning_mm5d.data.batches import split_replicas
-from lightning_mm5d.data.microbatch import Microbatch, Sizes, batch_samples, counted, merge
+from lightning_mm5d.data.joining import Sizes, merge
+from lightning_mm5d.data.microbatch import Microbatch, batch_samples, counted
 from lightning_mm5d.engine.engine import Ending, Engine
 from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import published, set_aside, skipped

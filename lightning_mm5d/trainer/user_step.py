@@ -17,7 +17,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.microbatch import BatchNumber, Microbatch, copied, with_tensors
+from lightning_mm5d.data.joining import BatchNumber
+from lightning_mm5d.data.microbatch import Microbatch, copied, with_tensors
 from lightning_mm5d.engine.codec import TreeChannel
 from lightning_mm5d.engine.step import Scope
 from lightning_mm5d.sharded.remote_value import is_remote, settled

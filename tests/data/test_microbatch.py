@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.microbatch import batch_samples, merge, split
+from lightning_mm5d.data.joining import merge
+from lightning_mm5d.data.microbatch import batch_samples, split
 from lightning_mm5d.data.packed_images import PackedTokens, describe
 from packed_batches import AUDIO, IMAGE, TOKENS, VIDEO, ids
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mm5d.data.microbatch import merge, split
+from lightning_mm5d.data.joining import merge
+from lightning_mm5d.data.microbatch import split
 from lightning_mm5d.data.packed_images import describe
 from packed_batches import IMAGE, VIDEO, ids
 

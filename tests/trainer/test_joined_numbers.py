@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mm5d.data.microbatch import BatchNumber, merge
+from lightning_mm5d.data.joining import BatchNumber, merge
 from lightning_mm5d.source.loops import appended_by_data
 from lightning_mm5d.trainer.kept_values import KeptValues
 

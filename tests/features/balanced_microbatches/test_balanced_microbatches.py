@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from features.toys import CLASSES, LANGUAGE, PIXELS, TOKENS, VISION, WIDTH, Layout, Run, Toy, alone, together, weights
 from lightning_mm5d import Modality, MultimodalStrategy
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.microbatch import Sizes, merge, split
+from lightning_mm5d.data.joining import Sizes, merge
+from lightning_mm5d.data.microbatch import split
 from lightning_mm5d.features.balanced_microbatches.feature import dealt
 
 COUNTS = [0, 7, 0, 1, 0, 1, 6, 0, 5, 0, 0, 2, 1, 0, 0, 4]

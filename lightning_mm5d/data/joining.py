@@ -1,0 +1,187 @@
+"""Joins what microbatches returned into what their batch would have returned.
+
+Samples that were dealt to microbatches are put back into the order of the batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_mm5d.data.microbatch import Microbatch, children_of, is_array, is_plain_sequence, leaves, rebuilt
+
+
+class BatchNumber(int):
+    """An integer that belongs to a whole batch, as ``batch_idx`` does: `merge` keeps it where it sums counts.
+
+    Copies, pickles, and what is computed from it are plain integers.
+    """
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
+class Sizes(tuple[int, ...]):
+    """The numbers of samples of microbatches, and where in the batch these samples stand if not one after the other."""
+
+    order: list[int] | None = None
+
+    @classmethod
+    def of(cls, parts: Sequence[Microbatch]) -> Sizes:
+        """Return those of all microbatches of a batch."""
+        sizes = cls(part.samples for part in parts)
+        if any(part.places is not None for part in parts):
+            sizes.order = [place for part in parts for place in part.places or ()]
+        return sizes
+
+    def restored(self, rows: list[Any]) -> list[Any]:
+        """Return a list with an element for each sample of the microbatches in the order of the batch."""
+        if self.order is None:
+            return rows
+        return [row for _, row in sorted(zip(self.order, rows, strict=True), key=itemgetter(0))]
+
+
+def merge(outputs: Sequence[Any], samples: Sequence[int], where: str = "", *, tells: bool = True) -> Any:
+    """Joins what M microbatches returned into what the batch would have returned.
+
+    Tensors and NumPy arrays with one row per sample, and lists with one element per sample, are concatenated; floats
+    and 0-dim tensors of them become their mean, weighted by samples; integers and 0-dim tensors of them are
+    counts, and become their sum, but for a `BatchNumber`; containers are joined field by field; other equal values
+    stay one value. What cannot be joined (rows of different shapes, fields that not all have, unequal bools) becomes
+    the list of the M outputs. A tuple is a container unless it holds strings only.
+
+    Samples lie along dim 0, or along dim 1 where only that has their number (states of an LSTM). A warning tells of an
+    integer that is equal in all microbatches and not their number of samples, of a dim that is a guess, and of rows
+    that are numbered anew in each microbatch.
+
+    Args:
+        outputs: M outputs of a step.
+        samples: M numbers of samples; `Sizes` put the samples back into the order of the batch.
+        where: path of the outputs in what the step gave, for warnings.
+        tells: whether to warn of tensors that become a list because they have no rows of samples.
+    """
+    outputs, samples = list(outputs), samples if isinstance(samples, Sizes) else Sizes(samples)
+    if len(outputs) != len(samples):
+        raise ValueError(f"merge: got {len(outputs)} outputs and {len(samples)} numbers of samples.")
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    if all(isinstance(output, torch.Tensor) for output in outputs):
+        return _merge_tensors(outputs, samples, where, tells)
+    if all(isinstance(output, int) for output in outputs) and not any(isinstance(output, bool) for output in outputs):
+        return _merge_integers(outputs, samples, where)
+    if all(isinstance(output, float) for output in outputs):
+        return sum(o * s for o, s in zip(outputs, samples, strict=True)) / sum(samples)
+    if all(isinstance(output, np.ndarray) for output in outputs) and _are_rows(outputs, samples):
+        rows = np.concatenate(outputs)
+        return rows if samples.order is None else rows[np.argsort(samples.order)]
+    if any(type(output) is not type(first) or is_array(output) for output in outputs):
+        return outputs
+    if _hold_samples(outputs, samples):
+        return type(first)(samples.restored([element for output in outputs for element in output]))
+    if children_of(first) is not None:
+        fields = [dict(children_of(output) or ()) for output in outputs]
+        if any(list(other) != list(fields[0]) for other in fields):
+            return outputs
+        inside = {step: [other[step] for other in fields] for step in fields[0]}
+        merged = [merge(one, samples, f"{where}[{step!r}]", tells=tells) for step, one in inside.items()]
+        return rebuilt(first, merged)
+    return first if all(output == first for output in outputs) else outputs
+
+
+def _merge_integers(outputs: list[int], samples: Sizes, where: str) -> int:
+    first = outputs[0]
+    if all(isinstance(output, BatchNumber) and output == first for output in outputs):
+        return int(first)
+    if first and outputs != [*samples] and all(output == first for output in outputs):
+        _warn(where, "an integer that is equal in all microbatches, is summed as a count: make a constant a float")
+    return sum(outputs)
+
+
+def _warn(where: str, what: str) -> None:
+    warnings.warn(f"what a step gave{f' in {where}' if where else ''}, {what}", stacklevel=2)
+
+
+def _merge_tensors(outputs: list[torch.Tensor], samples: Sizes, where: str, tells: bool) -> Any:
+    first = outputs[0]
+    if all(output.ndim == 0 and output.dtype == torch.bool for output in outputs):
+        return first if all(torch.equal(output, first) for output in outputs) else outputs
+    if all(output.ndim == 0 and not output.is_floating_point() and not output.is_complex() for output in outputs):
+        return torch.stack(outputs).sum()
+    if all(output.ndim == 0 and output.is_floating_point() for output in outputs):
+        wide = torch.promote_types(first.dtype, torch.float32)
+        weights = torch.tensor(samples, dtype=wide, device=first.device) / sum(samples)
+        return (torch.stack(outputs).to(wide) * weights).sum().to(first.dtype)
+    if dims := [dim for dim in (0, 1) if _have_samples(outputs, samples, dim)]:
+        if dims == [1] and all(torch.equal(output, first) for output in outputs):
+            return first
+        same_rows = all(_without(output, dims[0]) == _without(first, dims[0]) for output in outputs)
+        # under equal numbers of samples a dim may have theirs by chance: only batches with unequal ones tell
+        if same_rows and dims != [0] and len({*samples}) == 1:
+            _warn(
+                where,
+                f"a tensor of {tuple(first.shape)} for {samples[0]} samples, is joined along dim {dims[0]}. "
+                "Where this is not the dim of samples, return another one first, or use microbatches of another size",
+            )
+        if same_rows and _count_up(outputs):
+            _warn(
+                where,
+                "whole numbers that count up, start again in each microbatch. Take them from the batch, or set "
+                "num_microbatches: 1",
+            )
+        if not same_rows:
+            return outputs
+        joined = torch.cat(outputs, dims[0])
+        if samples.order is None:
+            return joined
+        return joined.index_select(dims[0], torch.tensor(samples.order, device=joined.device).argsort())
+    if all(torch.equal(output, first) for output in outputs):
+        return first
+    if tells and first.ndim:
+        _warn(
+            where,
+            f"a tensor of {tuple(first.shape)} for {samples[0]} samples, has no row for each sample, and becomes a "
+            "list of those of the microbatches. Return a row for each sample, or set num_microbatches: 1",
+        )
+    return outputs
+
+
+def _count_up(outputs: list[torch.Tensor]) -> bool:
+    """Whether each is ``i, i + 1, i + 2, ...`` with the same i, as ``torch.arange(len(x))`` is."""
+    first = outputs[0]
+    if first.ndim != 1 or first.dtype == torch.bool or first.is_floating_point() or first.is_complex():
+        return False
+    least = min(map(len, outputs))  # of two or less it may be by chance
+    if least < 3 or not torch.equal(first.diff(), torch.ones_like(first[1:])):
+        return False
+    return all(torch.equal(output[:least], first[:least]) for output in outputs)
+
+
+def _have_samples(outputs: list[torch.Tensor], samples: Sequence[int], dim: int) -> bool:
+    """Whether a dim has the number of samples: the first, or the second of a tensor with three or more."""
+    pairs = zip(outputs, samples, strict=True)
+    return all(output.ndim > 2 * dim and output.shape[dim] == size for output, size in pairs)
+
+
+def _without(output: torch.Tensor, dim: int) -> tuple[int, ...]:
+    return (*output.shape[:dim], *output.shape[dim + 1 :])
+
+
+def _are_rows(outputs: Sequence[Any], samples: Sequence[int]) -> bool:
+    """Whether arrays hold one row per sample, of one shape."""
+    return all(one.shape == (size, *outputs[0].shape[1:]) for one, size in zip(outputs, samples, strict=True))
+
+
+def _hold_samples(outputs: list[Any], samples: Sequence[int]) -> bool:
+    """Whether sequences hold one element per sample, rather than fields with one row per sample."""
+    pairs = list(zip(outputs, samples, strict=True))
+    if any(not is_plain_sequence(output) or len(output) != size for output, size in pairs):
+        return False
+    if isinstance(outputs[0], tuple):
+        return all(isinstance(element, str) for output in outputs for element in output)
+    return any({len(leaf) for _, leaf in leaves(o) if is_array(leaf)} != {size} for o, size in pairs)
