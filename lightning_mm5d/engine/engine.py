@@ -42,8 +42,7 @@ from lightning_mm5d.engine.flight import (
 from lightning_mm5d.engine.ordered_transport import Wire
 from lightning_mm5d.engine.preparation import Preparation
 from lightning_mm5d.engine.promises import Promises, marked
-from lightning_mm5d.engine.step import Step, count_of
-from lightning_mm5d.engine.step_gathers import StepGathers, meeting
+from lightning_mm5d.engine.step import Step, StepGathers, count_of, meeting
 from lightning_mm5d.engine.transport import UNKNOWN, Shapes
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule
