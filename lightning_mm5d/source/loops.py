@@ -38,12 +38,12 @@ class _UnknownError(Exception):
     """The code does not tell a value."""
 
 
-def looped_calls(module: nn.Module, method: str = "forward") -> list[list[str]]:
-    """Return for each loop over a range what it calls of the module's submodules, in order, as paths from `module`.
+def looped_calls(module: nn.Module) -> list[list[str]]:
+    """Return for each loop over a range in its forward the submodules that it calls, in order, as paths from `module`.
 
     A loop whose count or whose choice of a submodule is not known gives nothing.
     """
-    function = method_of(type(module), method)
+    function = method_of(type(module), "forward")
     tree = None if function is None else tree_of(function)
     if tree is None or not tree.args.args:
         return []

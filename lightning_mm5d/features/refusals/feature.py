@@ -293,15 +293,15 @@ def _check_norms(module: pl.LightningModule, plan: Plan) -> None:
     parts = plan.division.shards or DataShards(plan).exist
     if plan.topology.is_replicated and not parts:
         return
-    if found := _norm_in(type(module), "backward"):
+    if found := _norm_in(type(module)):
         rule = "It takes the norm of the gradients of one rank, before they are summed over ranks"
         fix = "Do it in on_after_backward or on_before_optimizer_step, which see full gradients"
         raise ConfigError(f"{type(module).__name__}.backward", found, rule, fix)
 
 
-def _norm_in(cls: type, hook: str) -> str:
-    """Return the name of what takes a norm in a hook, "" where nothing does or where its source is unknown."""
-    for function in _called(cls, hook):
+def _norm_in(cls: type) -> str:
+    """Return the name of what takes a norm in `backward`, "" where nothing does or where its source is unknown."""
+    for function in _called(cls):
         named = names(function, variables=False) or frozenset()
         for name in sorted(named):
             if name in _CLIPS or (name == "grad_norm" and "strategy" not in named and _is_lightnings(function)):
@@ -311,9 +311,9 @@ def _norm_in(cls: type, hook: str) -> str:
     return ""
 
 
-def _called(cls: type, hook: str) -> Iterator[FunctionType]:
-    """Yield the functions of a hook, and those that it names: methods of the same class, and functions beside it."""
-    waiting, seen = [getattr(cls, hook, None)], set[Any]()
+def _called(cls: type) -> Iterator[FunctionType]:
+    """Yield the functions of `backward`, and those that it names: methods of the class, and functions beside it."""
+    waiting, seen = [getattr(cls, "backward", None)], set[Any]()
     while waiting:
         for function in decorated(waiting.pop()):
             if function in seen or function.__module__.startswith(("lightning.", "torch.")):
