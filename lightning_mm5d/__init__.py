@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         TensorOptions,
     )
     from lightning_mm5d.context_parallel.hooks.context_mask import multimodal_mask
+    from lightning_mm5d.data.budgets import BudgetBatchSampler, BudgetStream
     from lightning_mm5d.data.lazy import LazyTensor
     from lightning_mm5d.expert_parallel import ExpertParallelPlan, register_expert_parallel_plan
     from lightning_mm5d.features.deferred_init.pretrained import from_pretrained
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchingOptions",
+    "BudgetBatchSampler",
+    "BudgetStream",
     "CheckpointCorruptError",
     "CheckpointOptions",
     "CheckpointUntrustedError",
@@ -104,6 +107,8 @@ __all__ = [
 
 _HOMES = {
     "BatchingOptions": "config.groups",
+    "BudgetBatchSampler": "data.budgets",
+    "BudgetStream": "data.budgets",
     "CheckpointCorruptError": "config.errors",
     "CheckpointOptions": "config.groups",
     "CheckpointUntrustedError": "config.errors",

@@ -290,7 +290,9 @@ def samplers_of_shards(
 def placed(loader: DataLoader[Any], indices: Any, leaf: Any, moved: DistributedSampler[Any]) -> Any:
     """Return a copy of `indices` that draws from `moved` instead of `leaf`, where no sample of another shard passes."""
     batches = drawing_from(moved, loader, indices, leaf)
-    return batches if batches is moved or type(indices) is BatchSampler else _CheckedBatches(batches, moved)
+    if batches is moved or type(indices) is BatchSampler or getattr(indices, "deals_to_replicas", False):
+        return batches
+    return _CheckedBatches(batches, moved)
 
 
 def drawing_from(moved: Any, loader: DataLoader[Any], indices: Any, leaf: Any) -> Any:
