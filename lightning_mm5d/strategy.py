@@ -19,6 +19,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -407,6 +408,20 @@ class MultimodalStrategy(CheckpointStrategy):
             return self._session.shown.show(per_replica(move)(batch))
 
     # --- steps ---
+
+    def device_mesh(self, modality: str) -> DeviceMesh | None:
+        """Return torch's mesh of a modality's ranks while a run lasts; None on ranks of others.
+
+        Its dims are those of ``pp``, ``dp``, ``cp`` and ``tp`` that have two ranks or more, with process groups of
+        their own, so that all ranks call it together, for the first time, in a hook such as ``on_fit_start``.
+
+        Args:
+            modality: its name.
+
+        Raises:
+            ConfigError: there is no such modality, it is on one rank, or its ranks are no mesh.
+        """
+        return self._run("device_mesh").device_mesh(modality)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -286,6 +286,8 @@ OF_STRATEGY: Mapping[str, type] = {
     "launch": LaunchOptions,
     "numerics": NumericsOptions,
 }
+BESIDE = ("module", "boundary", "feeds", "dp_size", "tp_size", "pp_size", "cp_size", "ep_size", "colocate_with", "cost")
+"""What a user may say of a modality beside its groups."""
 FIELDS = ("modalities", "schedule", "batching", "placement", "checkpoint", "launch", "numerics", "timeline")
 """What a user may say of the strategy."""
 
@@ -399,6 +401,8 @@ def made(field: str, kind: type[T], said: Mapping[str, Any]) -> T:
             inner = [path_of(one) for group in OF_MODALITY if group in own for one in names_of(OF_MODALITY[group])]
             known = [one for one in own if one not in OF_MODALITY] + inner
             fix = f"Write {path_of(name)}" if name in _OWNERS else did_you_mean(name, known)
+            if name in (BESIDE if kind in OF_MODALITY.values() else FIELDS):
+                fix = f"Write {name} beside {field.split('.')[-1]}, not in it"
             raise ConfigError(f"{field}.{name}", value, "There is no such field", fix)
     return kind(**said)
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricTracker
 
@@ -40,6 +41,7 @@ from lightning_mm5d.trainer.batch_parts import BatchParts, Splitting, Weighing
 from lightning_mm5d.trainer.checkpoints import Checkpoints
 from lightning_mm5d.trainer.copied_modules import CopiedModules
 from lightning_mm5d.trainer.cut_module import CutModule
+from lightning_mm5d.trainer.device_meshes import device_mesh
 from lightning_mm5d.trainer.feature import BEFORE_TRANSFER, Attached, Feature, Running
 from lightning_mm5d.trainer.kept_shards import has_rows, keep_shards, lose_rows
 from lightning_mm5d.trainer.metrics import MetricSync
@@ -149,6 +151,7 @@ class Session:
             hosts=groups.hosts,
         )
         self._attached: list[Attached] = []
+        self._meshes: dict[str, DeviceMesh | None] = {}
         self._connect(groups)
         world = range(plan.layout.size)
         together = self._groups.get(world, "turns", backend="gloo") if len(world) > 1 else None
@@ -242,6 +245,13 @@ class Session:
             self._shared.show_whole()
             self._mains.show_computing()
         self.optimization.adopt(optimizers)
+
+    def device_mesh(self, modality: str) -> DeviceMesh | None:
+        """Return the mesh of a modality's ranks; None on other ranks. Collective at the first call for it."""
+        if modality not in self._meshes:
+            options = self._options
+            self._meshes[modality] = device_mesh(self.plan.layout, modality, self._groups, options.device, options.rank)
+        return self._meshes[modality]
 
     def attach(self, trainer: pl.Trainer) -> None:
         """Extend the trainer until `close`: clipping, SIGTERM, hooks for batches, and features."""

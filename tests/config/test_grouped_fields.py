@@ -106,6 +106,11 @@ def test_every_name_without_its_group_is_known_to_constructors() -> None:
         ({"batching": 4}, "batching: got 4. It is a group of fields: num_microbatches, microbatch_size"),
         ({"batching": {"num_microbatchs": 4}}, "batching.num_microbatchs: got 4. .* Did you mean 'num_microbatches'"),
         ({"batching": {"timeout": 4}}, "batching.timeout: got 4. There is no such field. Write launch.timeout"),
+        ({"batching": {"schedule": "1f1b"}}, "batching.schedule: .* Write schedule beside batching, not in it"),
+        (
+            {"modalities": {"a": {"tensor": {"tp_size": 2}}}},
+            "modalities.a.tensor.tp_size: .* Write tp_size beside tensor",
+        ),
         ({"checkpoint": "shard"}, "checkpoint.checkpoint_format: got 'shard'. .* Did you mean 'sharded'"),
         ({"checkpoint": {"async_checkpoint": True}}, "checkpoint.async_checkpoint: got True. Only sharded"),
         ({"launch": {"bucket_bytes": 0}}, "launch.bucket_bytes: got 0"),
