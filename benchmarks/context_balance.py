@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mm5d.context_parallel.balance.distributions import BLOCK, balanced, longest_first, uniform, zigzag
+from lightning_mm5d.context_parallel.balance import BLOCK, balanced, longest_first, uniform, zigzag
 from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward
 from lightning_mm5d.context_parallel.masks.mask import Mask, MaskFunction
 from lightning_mm5d.sharded.sequence import TokenSplit

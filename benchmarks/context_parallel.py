@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from turns import WARMUP, Side, Turns, fit, median_ratio, milliseconds, race, row, run
 
 from lightning_mm5d import Modality, MultimodalStrategy, multimodal_mask
-from lightning_mm5d.context_parallel.balance.distributions import uniform
+from lightning_mm5d.context_parallel.balance import uniform
 from lightning_mm5d.context_parallel.exchange.attention import ContextGroups, context_attention
 from lightning_mm5d.context_parallel.masks.mask import Mask
 from lightning_mm5d.sharded.collectives import TensorGroup

@@ -20,7 +20,7 @@ from turns import Side, fit, row, run
 
 from lightning_mm5d import Modality, MultimodalStrategy
 from lightning_mm5d.features.offload import feature
-from lightning_mm5d.features.offload.host_memory import HostMemory, Stored
+from lightning_mm5d.features.offload.moves import HostMemory, Stored
 
 WIDTH, TOKENS, MICROBATCHES = 256, 192, 8
 KINDS = (["activations"], ["optimizer"], ["parameters"], ["activations", "optimizer", "parameters"])

@@ -29,7 +29,7 @@ from placement_search import search
 
 from lightning_mm5d.config.groups import PipelineTemplate, with_fields
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.features.auto_schedule.schedules import lower_bound
+from lightning_mm5d.features.auto_schedule import lower_bound
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import Encoder, Partition, StageCut, Unit, balance, stage_costs, step_costs
 from lightning_mm5d.plan.plan import Plan

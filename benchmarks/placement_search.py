@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.features.auto_schedule.schedules import lower_bound
+from lightning_mm5d.features.auto_schedule import lower_bound
 from lightning_mm5d.partition.costs import Unit, step_costs
 from lightning_mm5d.schedule import AnySchedule, build, simulate
 from lightning_mm5d.tools.planner.placements import Space, configured, layer_costs, plain, replica_graph

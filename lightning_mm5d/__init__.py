@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from lightning_mm5d.context_parallel.hooks.context_mask import multimodal_mask
     from lightning_mm5d.data.budgets import BudgetBatchSampler, BudgetStream
     from lightning_mm5d.data.lazy import LazyTensor
-    from lightning_mm5d.expert_parallel.expert_lookup import ExpertParallelPlan, register_expert_parallel_plan
+    from lightning_mm5d.expert_parallel import ExpertParallelPlan, register_expert_parallel_plan
     from lightning_mm5d.features.deferred_init.pretrained import from_pretrained
-    from lightning_mm5d.features.throughput.modality_throughput import ModalityThroughput
+    from lightning_mm5d.features.throughput.feature import ModalityThroughput
     from lightning_mm5d.models.collating import MultimodalCollator
     from lightning_mm5d.models.modality_encoder import ModalityEncoder
     from lightning_mm5d.models.multimodal_config import MultimodalConfig
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from lightning_mm5d.models.projectors import ProjectorConfig
     from lightning_mm5d.recipes.data import MultimodalDataModule
     from lightning_mm5d.recipes.module import MultimodalModule
-    from lightning_mm5d.sharded.vocabulary_shard import VocabularyShard, vocabulary_shard
+    from lightning_mm5d.sharded.class_operations import VocabularyShard, vocabulary_shard
     from lightning_mm5d.strategy import MultimodalStrategy
     from lightning_mm5d.tensor_parallel.family_plans import TensorParallelPlan
     from lightning_mm5d.tensor_parallel.plan_lookup import register_tensor_parallel_plan
@@ -116,13 +116,13 @@ _HOMES = {
     "ComputeOptions": "config.groups",
     "ConfigError": "config",
     "ContextOptions": "config.groups",
-    "ExpertParallelPlan": "expert_parallel.expert_lookup",
+    "ExpertParallelPlan": "expert_parallel",
     "LaunchOptions": "config.groups",
     "LazyTensor": "data.lazy",
     "MemoryOptions": "config.groups",
     "Modality": "config",
     "ModalityEncoder": "models.modality_encoder",
-    "ModalityThroughput": "features.throughput.modality_throughput",
+    "ModalityThroughput": "features.throughput.feature",
     "MultimodalCollator": "models.collating",
     "MultimodalConfig": "models.multimodal_config",
     "MultimodalDataModule": "recipes.data",
@@ -141,13 +141,13 @@ _HOMES = {
     "ShardingOptions": "config.groups",
     "TensorOptions": "config.groups",
     "TensorParallelPlan": "tensor_parallel.family_plans",
-    "VocabularyShard": "sharded.vocabulary_shard",
+    "VocabularyShard": "sharded.class_operations",
     "WatchdogTimeoutError": "config.errors",
     "from_pretrained": "features.deferred_init.pretrained",
     "multimodal_mask": "context_parallel.hooks.context_mask",
-    "register_expert_parallel_plan": "expert_parallel.expert_lookup",
+    "register_expert_parallel_plan": "expert_parallel",
     "register_tensor_parallel_plan": "tensor_parallel.plan_lookup",
-    "vocabulary_shard": "sharded.vocabulary_shard",
+    "vocabulary_shard": "sharded.class_operations",
 }
 
 

@@ -50,7 +50,6 @@ from lightning_mm5d.trainer.dataloader_hooks import DataloaderHooks, put_in_no_s
 from lightning_mm5d.trainer.feature import made_features
 from lightning_mm5d.trainer.kept_shards import kept_plan, refuse_other_processes
 from lightning_mm5d.trainer.launch import ProcessLauncher
-from lightning_mm5d.trainer.main_precision import check_main_params
 from lightning_mm5d.trainer.other_package import check_package, explain_other_modules
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
 from lightning_mm5d.trainer.session import RunOptions, Session
@@ -60,6 +59,7 @@ from lightning_mm5d.trainer.validation import (
     check_backend,
     check_batches,
     check_computed,
+    check_main_params,
     check_module,
     required,
 )

@@ -216,15 +216,15 @@ def test_no_feature_is_imported_by_the_core_or_by_another_feature() -> None:
 
 
 def test_the_list_names_every_feature_and_each_has_its_hooks() -> None:
-    packages = {path.parent.name for path in (ROOT / "features").glob("*/__init__.py")}
-    assert [feature.name for feature in FEATURES if feature.name not in packages] == []
-    assert packages == {feature.name for feature in FEATURES}
+    found = _rooms_in(ROOT / "features") - {"__init__"}
+    assert [feature.name for feature in FEATURES if feature.name not in found] == []
+    assert found == {feature.name for feature in FEATURES}
     named = (
         *("feature", "construction", "encoding", "schedules", "checkpoints", "pipelines"),
         *("sharding_plans", "remaining", "experts"),
     )
     hooks = {part: [module.__name__.split(".")[2] for module in parts(part)] for part in named}
-    assert {name for names in hooks.values() for name in names} == packages
+    assert {name for names in hooks.values() for name in names} == found
     assert hooks["checkpoints"] == [feature.name for feature in FEATURES if feature.saves]
     assert hooks["construction"] == [feature.name for feature in FEATURES if feature.builds]
     assert hooks["schedules"] == [feature.name for feature in FEATURES if feature.schedules]

@@ -17,7 +17,7 @@ from benchmarks.gpu.rows import Row
 from benchmarks.gpu.towers import SMALL, TIMEOUT, Towers, batches, fit
 from lightning_mm5d import Modality, MultimodalStrategy
 from lightning_mm5d.engine.run_groups import Groups
-from lightning_mm5d.sharded import renamed
+from lightning_mm5d.sharded import torch_internals
 
 TAGS = ("ascending", "descending", "replica 0", "loss", "gradients", "gathers", "layers")
 NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
@@ -33,7 +33,7 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _into(collective: str) -> Collective:
     def call(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         found = torch.empty_like(x)
-        work = getattr(renamed if hasattr(renamed, collective) else dist, collective)(
+        work = getattr(torch_internals if hasattr(torch_internals, collective) else dist, collective)(
             found, x, group=group, async_op=True
         )
         work.wait()

@@ -48,14 +48,12 @@ def _check_sharing(field: str, modality: Modality) -> None:
         raise ConfigError(f"{field}.sharding.dp_shard_size", size, rule, "Use zero_stage=1, 2 or 3, or leave it unset")
     reshards = modality.sharding.reshard_after_forward
     if not isinstance(reshards, bool):
-        raise ConfigError(
-            f"{field}.sharding.reshard_after_forward", reshards, "It is true or false", f"Use {bool(reshards)}"
-        )
+        rule = "It is true or false"
+        raise ConfigError(f"{field}.sharding.reshard_after_forward", reshards, rule, f"Use {bool(reshards)}")
     if reshards and modality.shared_stage != 3:
         rule = f"Only shared parameters are gathered, and zero_stage is {modality.shared_stage}"
-        raise ConfigError(
-            f"{field}.sharding.reshard_after_forward", reshards, rule, "Use zero_stage=3, or leave it unset"
-        )
+        fix = "Use zero_stage=3, or leave it unset"
+        raise ConfigError(f"{field}.sharding.reshard_after_forward", reshards, rule, fix)
 
 
 MOST = 2**20  # more ranks, stages or microbatches than any run has
@@ -147,21 +145,16 @@ def _check_sizes(field: str, modality: Modality) -> None:
     template = modality.pipeline.pipeline_template
     if modality.pipeline.pp_chunks > 1 and modality.pp_size in (None, 1) and template is None:
         rule = "Chunks interleave the stages of several pipeline ranks"
-        raise ConfigError(
-            f"{field}.pipeline.pp_chunks", modality.pipeline.pp_chunks, rule, "Use pp_size=2 or more, or pp_chunks=1"
-        )
+        fix = "Use pp_size=2 or more, or pp_chunks=1"
+        raise ConfigError(f"{field}.pipeline.pp_chunks", modality.pipeline.pp_chunks, rule, fix)
     if template is None:
         return
     check_template(f"{field}.pipeline.pipeline_template", template)
     fits, rest = divmod(template.num_stages, modality.pipeline.pp_chunks)
     if rest:
         rule = f"The pipeline_template has {template.num_stages} stages, pp_chunks for each rank"
-        raise ConfigError(
-            f"{field}.pipeline.pp_chunks",
-            modality.pipeline.pp_chunks,
-            rule,
-            "Use a number that divides the stages, or 1",
-        )
+        fix = "Use a number that divides the stages, or 1"
+        raise ConfigError(f"{field}.pipeline.pp_chunks", modality.pipeline.pp_chunks, rule, fix)
     if modality.pp_size not in (None, fits):
         rule = f"The pipeline_template has {template.num_stages} stages"
         fix = f"Use pp_size={fits}, or leave it unset"
@@ -182,9 +175,8 @@ def _check_context(field: str, modality: Modality, *, is_encoder: bool) -> None:
         known = get_args(get_type_hints(ContextOptions)[name])
         got = getattr(modality.context, name)
         if got not in known:
-            raise ConfigError(
-                f"{field}.context.{name}", got, f"It is one of {', '.join(known)}", did_you_mean(got, known)
-            )
+            rule = f"It is one of {', '.join(known)}"
+            raise ConfigError(f"{field}.context.{name}", got, rule, did_you_mean(got, known))
     if mode == "items" and not is_encoder:
         rule = "Items are whole images, frames or clips of an encoder, and this modality is none"
         raise ConfigError(f"{field}.context.cp_mode", mode, rule, "Use 'allgather', 'ring' or 'ulysses'")

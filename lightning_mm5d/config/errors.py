@@ -2,6 +2,8 @@
 
 `ConfigError` is one class, so that every refusal says the same four things: where it is, what it got, which rule it
 breaks and what would work. The others tell what ended a run. Bugs of this library are `AssertionError`s instead.
+
+`imported` and `private` look up names of other packages.
 """
 
 from __future__ import annotations
@@ -127,3 +129,13 @@ def did_you_mean(got: object, known: Iterable[str]) -> str:
         return f"Use one of {', '.join(names)}"
     close = difflib.get_close_matches(got, names, n=1, cutoff=0.0)
     return f"Did you mean {close[0]!r}? There are {', '.join(names)}"
+
+
+def imported(module: str, name: str) -> Any:
+    """Return an attribute of a module; None where nobody has imported the module yet, so that no instances exist.
+
+    Args:
+        module: the one that defines the attribute, for instance ``"transformers.modeling_utils"``.
+        name: of the attribute.
+    """
+    return getattr(sys.modules.get(module), name, None)

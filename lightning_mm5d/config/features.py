@@ -1,23 +1,23 @@
-"""The list of features: what only some runs need, one package each below ``lightning_mm5d/features``.
+"""The list of features: what only some runs need, each in a place of its own below ``lightning_mm5d/features``.
 
-The core imports no feature. It goes through this list, in this order, and calls what each package defines:
+The core imports no feature. It goes through this list, in this order, and calls what the package of each defines:
 
 - ``fields.py`` checks what a user says, without torch; its ``alone``, if any, says why the stages of a modality cannot
   compute microbatches side by side;
 - ``construction.py`` says how modules are built (`trainer.construction.Construction`);
 - ``pipelines.py``, ``cuts.py`` and ``dealing.py`` check unlike replicas, cut their layers and deal samples out to them;
-- ``experts.py`` finds experts that ranks share, and brings tokens to them (`expert_parallel.expert_layer.Experts`);
+- ``experts.py`` finds experts that ranks share, and brings tokens to them (`expert_parallel.Experts`);
 - ``checkpoints.py`` says how checkpoints are saved and loaded that are folders (`trainer.checkpoints.Checkpoints`);
 - ``costs.py`` says which layers run again in their backward (`partition.costs`);
-- ``layers_in_blocks.py`` divides layers over tensor parallel ranks (`tensor_parallel.division.OtherDivision`);
+- ``layers_in_blocks.py`` divides layers over tensor parallel ranks (`tensor_parallel.plan_lookup.OtherDivision`);
 - ``schedules.py`` builds schedules by name (`schedule.builders`);
 - ``sharding_plans.py`` says how layers of known models are sharded (`tensor_parallel.family_plans`);
 - ``remaining.py`` finds what is left of an epoch that another layout began (`data.resumable`);
 - ``encoding.py`` says how numbers travel (`sharded.collectives.Encoding`);
 - ``feature.py`` has the hooks of a run (`trainer.feature.Feature`).
 
-A package that is not there is left out, and a field of its own that is set is refused: deleting a folder deletes a
-feature.
+A feature that has one of these files alone is that file, under its own name. One that is not there is left out, and a
+field of its own that is set is refused: deleting a folder deletes a feature.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -39,7 +40,8 @@ class Registered(NamedTuple):
     """One feature.
 
     Attributes:
-        name: of its package.
+        name: of its package, or of its module where it is one.
+        part: which part a feature is that is a module.
         options: what a user says of it to the strategy, with the values that leave it out.
         modality: what a user says of it to a modality, with the values that leave it out.
         by_rank: options whose values may differ between ranks, which compare only whether they are set.
@@ -55,6 +57,7 @@ class Registered(NamedTuple):
     builds: bool = False
     schedules: tuple[str, ...] = ()
     saves: bool = False
+    part: str = "feature"
 
     def said(self, modality: object) -> dict[str, Any]:
         """Return what `modality` says of the feature, without values that leave it out."""
@@ -65,7 +68,7 @@ class Registered(NamedTuple):
 FEATURES = (
     Registered("unlike_pipelines", modality={"pipelines": None, "speeds": None}),
     Registered("deferred_init", builds=True),
-    Registered("auto_schedule", schedules=("auto",)),
+    Registered("auto_schedule", schedules=("auto",), part="schedules"),
     Registered("compile", modality={"compile": False}),
     Registered("fused_heads", modality={"fused_linear_cross_entropy": False}),
     Registered("recomputation", modality={"activation_checkpointing": "none"}),
@@ -83,8 +86,8 @@ FEATURES = (
     Registered("averages"),
     Registered("sample_proof"),
     Registered("kept_casts"),
-    Registered("sharding_plans"),
-    Registered("elastic"),
+    Registered("sharding_plans", part="sharding_plans"),
+    Registered("elastic", part="remaining"),
     Registered("huggingface_record"),
     Registered("lock_step"),
     Registered("first_batch"),
@@ -110,13 +113,13 @@ def parts(part: str) -> tuple[ModuleType, ...]:
 
     Kept for the process, as modules are: plans ask for each parameter, and a look at the files takes longer than those.
     """
-    names = [f"{_PACKAGES}.{feature.name}.{part}" for feature in FEATURES if _is_there(feature)]
-    return tuple(import_module(name) for name in names if find_spec(name) is not None)
+    names = (_place(feature, part) for feature in FEATURES)
+    return tuple(import_module(name) for name in names if name is not None)
 
 
 def schedules() -> list[str]:
     """Return the names of schedules that features build which are there."""
-    return [name for feature in FEATURES if _is_there(feature) for name in feature.schedules]
+    return [name for feature in FEATURES if _spec(feature) is not None for name in feature.schedules]
 
 
 def part_of(part: str) -> ModuleType:
@@ -152,17 +155,26 @@ def refuse_absent(fields: Mapping[str, Any]) -> None:
         }
         for name, one in (fields.get("modalities") or {}).items():
             wanted |= {f"modalities.{name}.{path_of(field)}": got for field, got in feature.said(one).items()}
-        for field, got in wanted.items() if not _is_there(feature) else ():
+        for field, got in wanted.items() if _spec(feature) is None else ():
             rule = f"This installation comes without the feature {feature.name!r}"
             raise ConfigError(field, got, rule, "Leave it unset, or install the whole package")
 
 
-def _is_there(feature: Registered) -> bool:
-    name = f"{_PACKAGES}.{feature.name}"
+def _place(feature: Registered, part: str) -> str | None:
+    """Where the `part` of a feature is; None where the feature has none, or is not there."""
+    spec = _spec(feature)
+    if spec is not None and spec.submodule_search_locations is not None:  # a package
+        spec = find_spec(f"{spec.name}.{part}")
+    elif part != feature.part:
+        return None
+    return None if spec is None else spec.name
+
+
+def _spec(feature: Registered) -> ModuleSpec | None:
+    """Where a feature is, which is not imported; None where it is not there."""
     try:
-        import_module(name)
+        return find_spec(f"{_PACKAGES}.{feature.name}")
     except ModuleNotFoundError as error:
-        if error.name not in (name, _PACKAGES):
+        if error.name != _PACKAGES:
             raise
-        return False
-    return True
+        return None

@@ -58,7 +58,8 @@ def check_options(options: Mapping[str, Any], backends: Collection[str] = BACKEN
     for name, usual in _DURATIONS.items():
         if name in options:
             _check_duration(name, options[name], usual)
-    _check_main_params(options.get("main_params"))
+    if options.get("main_params") is not None:
+        check_choice("main_params", options["main_params"], MAIN_PARAMS)
     check_count("launch.bucket_bytes", options.get("bucket_bytes", 1), most=2**40)
 
 
@@ -66,11 +67,6 @@ def check_choice(name: str, got: object, known: Collection[str], more: str = "")
     """Refuse an option that is none of the words `known`, nor what the rule says `more`; raise ConfigError."""
     if not isinstance(got, str) or got not in known:
         raise ConfigError(path_of(name), got, f"It is one of {', '.join(known)}{more}", did_you_mean(got, known))
-
-
-def _check_main_params(got: object) -> None:
-    if got is not None:
-        check_choice("main_params", got, MAIN_PARAMS)
 
 
 def _check_placement(placement: object) -> None:

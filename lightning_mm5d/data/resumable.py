@@ -25,10 +25,18 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.features import parts
-from lightning_mm5d.data.order_states import Epoch, batch_size_of, generator_states, order_of, set_generator_states
 from lightning_mm5d.data.random_state import OrderStream, seeded
 from lightning_mm5d.data.replica_view import as_replica
-from lightning_mm5d.data.samplers import ShardOrder, Start, leaf_of
+from lightning_mm5d.data.samplers import (
+    Epoch,
+    ShardOrder,
+    Start,
+    batch_size_of,
+    generator_states,
+    leaf_of,
+    order_of,
+    set_generator_states,
+)
 
 Kind = Literal["map", "iterable", "stateful"]
 

@@ -25,8 +25,7 @@ import torch
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data_parallel.shared_parameter import SharedParameter
-from lightning_mm5d.data_parallel.shared_parameters import Fetch, Groups, SharedParameters
+from lightning_mm5d.data_parallel.shared_parameters import Fetch, Groups, SharedParameter, SharedParameters
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.remote_value import tensors_of
 from lightning_mm5d.sharded.removable import Removable
@@ -371,10 +370,9 @@ class Gathering(Removable):
 
 
 def _refused(unit: Unit, what: str) -> ConfigError:
-    return ConfigError(
-        "reshard_after_forward",
-        True,
+    rule = (
         f"{what}: {unit.path or 'parameters outside of layers'}. Each layer has memory around one forward and around "
-        "its backward",
-        "Use reshard_after_forward=False, which gathers once for a step",
+        "its backward"
     )
+    fix = "Use reshard_after_forward=False, which gathers once for a step"
+    return ConfigError("reshard_after_forward", True, rule, fix)

@@ -43,7 +43,7 @@ from lightning_mm5d.plan.plan import Plan, encoding_of
 from lightning_mm5d.plan.topology import pairs_of
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import Encoding, TensorGroup, message_device
-from lightning_mm5d.sharded.renamed import all_gather_single
+from lightning_mm5d.sharded.torch_internals import all_gather_single
 
 WHOLE_BYTES = 1024  # a tensor of fewer bytes is not split
 

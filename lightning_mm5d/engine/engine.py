@@ -42,8 +42,7 @@ from lightning_mm5d.engine.flight import (
 from lightning_mm5d.engine.ordered_transport import Wire
 from lightning_mm5d.engine.preparation import Preparation
 from lightning_mm5d.engine.promises import Promises, marked
-from lightning_mm5d.engine.step import Step, count_of
-from lightning_mm5d.engine.step_gathers import StepGathers, meeting
+from lightning_mm5d.engine.step import Step, StepGathers, count_of, meeting
 from lightning_mm5d.engine.transport import UNKNOWN, Shapes
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule
@@ -241,7 +240,10 @@ class Engine:
         made: list[Forward] = []
         with torch.set_grad_enabled(step.trains and graph.has_backward(stage)):
             beside, batches = self.beside, [part.batch for _, part in given]
-            known = self._is_watched(actions)
+            # whether it is known of all microbatches if their stage makes shapes of values
+            known = self._promises is None or all(
+                not self._promises.watches(action.stage, self._place(action)) for action in actions
+            )
             if len(actions) > 1 and beside is not None and beside.applies(step, stage, batches, known=known):
                 found = [self._payloads(graph, action) for action in actions]
                 calls = [
@@ -269,12 +271,6 @@ class Engine:
 
     def _spared(self, stage: StageKey) -> AbstractContextManager[None]:
         return nullcontext() if stage == self._last else self._shared_buffers.spared()
-
-    def _is_watched(self, actions: Sequence[Action]) -> bool:
-        """Whether it is known of all microbatches if their stage makes shapes of values."""
-        return self._promises is None or all(
-            not self._promises.watches(action.stage, self._place(action)) for action in actions
-        )
 
     def _forward(
         self, step: Step, action: Action, part: Microbatch, payloads: list[Payload], deferred: Deferred | None

@@ -36,7 +36,7 @@ from lightning_mm5d.config.features import parts
 from lightning_mm5d.context_parallel.exchange.attention import ContextGroups
 from lightning_mm5d.engine.ordered_transport import OrderedTransport, Wire
 from lightning_mm5d.engine.transport import Transport
-from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan, encoding_of
 from lightning_mm5d.plan.sums import sum_groups
 from lightning_mm5d.plan.topology import Topology, pairs_of

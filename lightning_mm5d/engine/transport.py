@@ -268,7 +268,8 @@ class Transport:
             try:
                 for request in requests:
                     request.wait()
-                self._synchronize()
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream(self._device).synchronize()
             except Exception as error:
                 self._fail(dst, f"sending {channel}", error)
                 return
@@ -341,10 +342,6 @@ class Transport:
 
     def _mark(self) -> torch.cuda.Event | None:
         return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
 
     def _fail(self, peer: int, doing: str, error: Exception) -> None:
         reason = str(error).splitlines()[0]

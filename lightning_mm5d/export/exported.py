@@ -34,7 +34,7 @@ from lightning_mm5d.export.lightning_file import (
     open_plain,
     write_lightning,
 )
-from lightning_mm5d.features.huggingface_record.feature import COMPILED, UNKNOWN, describe, record_in
+from lightning_mm5d.features.huggingface_record import COMPILED, UNKNOWN, describe, record_in
 from lightning_mm5d.features.sharded_checkpoints.sharded_load import ShardedCheckpoint
 from lightning_mm5d.storage.files import TensorSource
 from lightning_mm5d.storage.replacement import is_checkpoint_directory
@@ -121,7 +121,9 @@ def _huggingface(
     with new_folder(folder) as made:
         if model["kind"] == "adapter":
             for name in model["adapters"]:
-                inside = made if name == "default" else made / _folder_name(name)
+                if not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
+                    raise CheckpointCorruptError(f"The checkpoint names an adapter that cannot be a folder: {name!r}")
+                inside = made if name == "default" else made / name
                 inside.mkdir(exist_ok=True)
                 warnings += write_adapter(inside, model, name, tensors, dtype=dtype)
         else:
@@ -147,12 +149,6 @@ def _dtype(name: str | None) -> torch.dtype | None:
     if name is not None and name not in DTYPES:
         raise ConfigError("--dtype", name, "Weights are floating-point numbers", did_you_mean(name, DTYPES))
     return DTYPES[name] if name is not None else None
-
-
-def _folder_name(name: str) -> str:
-    if not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
-        raise CheckpointCorruptError(f"The checkpoint names an adapter that cannot be a folder: {name!r}")
-    return name
 
 
 @dataclass(frozen=True, kw_only=True)

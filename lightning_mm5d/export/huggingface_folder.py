@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
-from lightning_mm5d.features.huggingface_record.feature import conversion_key, unpacked
+from lightning_mm5d.features.huggingface_record import conversion_key, unpacked
 from lightning_mm5d.models.multimodal_config import without_own_code
 from lightning_mm5d.storage.files import TensorSource
 from lightning_mm5d.storage.tensor_file import TensorFileWriter

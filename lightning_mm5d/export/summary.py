@@ -10,7 +10,7 @@ from typing import Any
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.tables import Page, Table
 from lightning_mm5d.export.lightning_file import open_plain
-from lightning_mm5d.features.huggingface_record.feature import record_in
+from lightning_mm5d.features.huggingface_record import record_in
 from lightning_mm5d.features.sharded_checkpoints.directory import VERSION, CheckpointDirectory
 from lightning_mm5d.features.sharded_checkpoints.sharded_load import (
     SavedOptimizerState,

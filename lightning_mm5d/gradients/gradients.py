@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.random_state import seed_of
 from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
-from lightning_mm5d.gradients.bucket_order import BucketOrder
-from lightning_mm5d.gradients.buckets import Draw, Piece
-from lightning_mm5d.gradients.flat import Flat, SideStream
-from lightning_mm5d.gradients.reduction import Presence, Reduction
-from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.gradients.buckets import Draw, Flat, Piece, SideStream
+from lightning_mm5d.gradients.reduction import BucketOrder, Presence, Reduction
+from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.issued import SumTiming, ordered_timing
 from lightning_mm5d.plan.plan import Plan, Traffic, traffic_of
 from lightning_mm5d.plan.sums import Rows, Summed, counted_of, sums_of

@@ -223,9 +223,8 @@ class MultimodalModel(PreTrainedModel, GenerationMixin):
             config = _config_of(given, language_model, token_ids)
         elif not isinstance(config, MultimodalConfig):
             rule = "The first argument is a MultimodalConfig"
-            raise ConfigError(
-                "MultimodalModel", type(config).__name__, rule, "Write encoders=... and language_model=..."
-            )
+            fix = "Write encoders=... and language_model=..."
+            raise ConfigError("MultimodalModel", type(config).__name__, rule, fix)
         else:
             given = {name: _built(name, entry) for name, entry in config.encoders.items()}
             language_model = built_language_model(config)

@@ -315,9 +315,8 @@ class MultimodalProcessor:
         fields, found = json.loads(path.read_text(encoding="utf-8")), dict[str, Processor]()
         for name, kind in fields["processors"].items():
             if Path(name).name != name:
-                raise ConfigError(
-                    f"{path}: processors", name, "It is the name of a modality", "Save the processor again"
-                )
+                rule = "It is the name of a modality"
+                raise ConfigError(f"{path}: processors", name, rule, "Save the processor again")
             if kind not in (*_KINDS, None) or (kind is None and name not in given):
                 rule = "It is a function, which is not saved"
                 fix = f"Write from_pretrained(folder, processors={{{name!r}: ...}})"
@@ -420,9 +419,8 @@ def _configuration(model: Any) -> MultimodalConfig:
     config = getattr(model, "config", model)
     if not isinstance(config, MultimodalConfig):
         rule = "A MultimodalModel or its configuration tells how many features an item has"
-        raise ConfigError(
-            "model", type(model).__name__, rule, "Pass the model; for other models use their AutoProcessor"
-        )
+        fix = "Pass the model; for other models use their AutoProcessor"
+        raise ConfigError("model", type(model).__name__, rule, fix)
     return config
 
 

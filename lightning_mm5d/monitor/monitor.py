@@ -38,7 +38,7 @@ from torch.distributed import Store
 from lightning_mm5d.config.errors import RankLostError, RankMismatchError, WatchdogTimeoutError
 from lightning_mm5d.monitor import stack, verdict
 from lightning_mm5d.monitor.board import INTERVAL_S, Board, Entry, machine, state_of
-from lightning_mm5d.monitor.losses import STOPPED_S, Losses
+from lightning_mm5d.monitor.verdict import STOPPED_S, Losses
 
 READS_AFTER_S = 1.5
 """a wait that long has this rank read the entries of the others"""
@@ -290,7 +290,7 @@ class Monitor:
             self._blame(found)
 
     def _blame(self, cause: Entry) -> None:
-        if self.board is None or self.board.error is not None or now_silent(self.board):
+        if self.board is None or self.board.error is not None or time.monotonic() - self.board.synced > STOPPED_S:
             self._own_cause = self._own_cause or cause
         else:
             self.board.blame(cause)
@@ -401,11 +401,6 @@ class Monitor:
             self._report(self.cause)
         self._end_children()
         os._exit(1)
-
-
-def now_silent(board: Board) -> bool:
-    """Return whether the store has not answered for longer than a stopped host may take."""
-    return time.monotonic() - board.synced > STOPPED_S
 
 
 def one_line(error: BaseException) -> str:

@@ -14,25 +14,27 @@ A stage holds all modules that it calls, so a module may live on several stages,
 loops over a range (`lightning_mm5d.source.loops`), with a module of its own or a list of modules that is shorter.
 
 Paths of modules that a user names, and what they lead to where it is no module.
+
+Where the hidden state is among what a layer is called with: layers of all families take it first, or by one of two
+names.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeGuard
 
 import lightning.pytorch as pl
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.source.loops import looped_calls
-from lightning_mm5d.source.names import mentions
 from lightning_mm5d.source.order import accesses, is_followed
-from lightning_mm5d.source.trees import method_of
+from lightning_mm5d.source.trees import mentions, method_of
 
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 
@@ -360,3 +362,36 @@ def _holds(root: nn.Module, path: str, kind: str) -> bool:
 def has_no_forward(module: nn.Module) -> bool:
     """Whether a module is a container that cannot be called."""
     return type(module).forward is nn.Module.forward and "forward" not in vars(module)
+
+
+Place = tuple[int, int | str]  # 0 and a position among args, or 1 and a name among kwargs
+_NAMES = ("hidden_states", "hidden_state")
+
+
+def hidden_place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Place | None:
+    """Return where in ``(args, kwargs)`` the hidden state is: what is called so, else the first tensor.
+
+    None where there is no tensor.
+    """
+    for name in _NAMES:
+        if isinstance(kwargs.get(name), Tensor):
+            return (1, name)
+    for index, value in enumerate(args):
+        if isinstance(value, Tensor):
+            return (0, index)
+    return next(((1, name) for name, value in kwargs.items() if isinstance(value, Tensor)), None)
+
+
+def at(place: Place, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return what is at `place`."""
+    where, key = place
+    return kwargs[key] if where else args[key]  # type: ignore[index]
+
+
+def with_state(place: Place, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Return the arguments with `state` at `place`."""
+    where, key = place
+    if where:
+        return args, {**kwargs, str(key): state}
+    assert isinstance(key, int)
+    return (*args[:key], state, *args[key + 1 :]), kwargs

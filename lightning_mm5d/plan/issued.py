@@ -16,14 +16,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, NamedTuple
 
-from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sums import sums_of
 from lightning_mm5d.plan.topology import pairs_of
 from lightning_mm5d.schedule import Action, AnySchedule, Graph, IssueOrder, Kind, Message, Schedule, ScheduleError
 from lightning_mm5d.schedule.graph import dependencies
+from lightning_mm5d.schedule.issue_order import Operation, Step, can_meet, check_streams, gathers
 from lightning_mm5d.schedule.stage_key import StageKey
-from lightning_mm5d.schedule.streams import Operation, Step, can_meet, check_streams, gathers
 
 
 class SumTiming(NamedTuple):
@@ -63,16 +63,8 @@ def ordered_timing(plan: Plan) -> SumTiming:
     )
 
 
-def check_messages(
-    plan: Plan,
-    schedule: AnySchedule,
-    count: int,
-    trainable: frozenset[str],
-    *,
-    forward_only: bool = False,
-    meets: bool = False,
-) -> None:
-    """Refuse a schedule whose messages, gathers and sums of gradients would not end.
+class Issued:
+    """What the ranks of a plan issue in one step of a schedule.
 
     Args:
         plan: all stages.
@@ -81,16 +73,7 @@ def check_messages(
         trainable: names of the parameters that require a gradient.
         forward_only: leave out backwards.
         meets: whether replicas meet in actions: they gather layers there, or share experts.
-
-    Raises:
-        ScheduleError: the ranks would wait for each other under a model of `streams`.
     """
-    issued = Issued(plan, schedule, count, trainable, forward_only=forward_only, meets=meets)
-    check_streams({rank: [issued.steps(rank)] for rank in range(plan.layout.size)})
-
-
-class Issued:
-    """What the ranks of a plan issue in one step of a schedule; arguments as of `check_messages`."""
 
     def __init__(
         self,
@@ -108,6 +91,14 @@ class Issued:
         self._known: dict[Message, list[Operation]] = {}
         self._timing = ordered_timing(plan)
         self._shards = DataShards(plan) if meets else None
+
+    def check(self) -> None:
+        """Refuse a schedule whose messages, gathers and sums of gradients would not end.
+
+        Raises:
+            ScheduleError: the ranks would wait for each other under a model of streams.
+        """
+        check_streams({rank: [self.steps(rank)] for rank in range(self._plan.layout.size)})
 
     def steps(self, rank: int) -> list[Step]:
         """Return what `rank` issues and waits for, in order."""
@@ -247,7 +238,7 @@ def _ends(plan: Plan, schedule: AnySchedule, count: int, trainable: frozenset[st
         return False
     if is_ordered and topology.edges:
         try:
-            check_messages(plan, schedule, count, trainable, meets=True)
+            Issued(plan, schedule, count, trainable, meets=True).check()
         except ScheduleError:
             return False
     return True

@@ -17,15 +17,15 @@ from torch.nn.parameter import is_lazy
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.features import parts
 from lightning_mm5d.config.modality import Modality, most_beside
-from lightning_mm5d.context_parallel.hooks.support import check_layers
-from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer
+from lightning_mm5d.context_parallel.hooks.whole_modules import check_layers
+from lightning_mm5d.expert_parallel import ExpertLayer
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import Partition, partition
 from lightning_mm5d.partition.compiled import check_compiled
 from lightning_mm5d.plan.stage_graph import Ownership, StageGraphs
 from lightning_mm5d.plan.topology import Topology
 from lightning_mm5d.sharded.collectives import Encoding
-from lightning_mm5d.tensor_parallel.division import divide
+from lightning_mm5d.tensor_parallel.plan_lookup import divide
 from lightning_mm5d.tensor_parallel.resolve import Division
 
 

@@ -9,6 +9,7 @@ from lightning_mm5d.schedule.builders import (
     UNSPLIT_SCHEDULES,
     AnySchedule,
     build,
+    check_fields,
     is_table,
     loaded,
     name_of,
@@ -16,9 +17,17 @@ from lightning_mm5d.schedule.builders import (
     pp_rank_of,
     table_text,
 )
-from lightning_mm5d.schedule.fields import check_fields
 from lightning_mm5d.schedule.graph import Action, Graph, Kind, Node, Schedule, dependencies
 from lightning_mm5d.schedule.greedy import held_limits, in_flight_limits
 from lightning_mm5d.schedule.issue_order import Grouping, IssueOrder, Message, side_by_side
-from lightning_mm5d.schedule.simulate import Simulation, Span, measured, simulate
-from lightning_mm5d.schedule.validate import ScheduleError, execution_order, from_csv, to_csv, validate
+from lightning_mm5d.schedule.validate import (
+    ScheduleError,
+    Simulation,
+    Span,
+    execution_order,
+    from_csv,
+    measured,
+    simulate,
+    to_csv,
+    validate,
+)

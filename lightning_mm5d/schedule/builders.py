@@ -4,17 +4,24 @@ Each name stands for one or more sets of rules for the greedy scheduler, or is t
 built; `build` takes the shortest schedule. The graph
 has the placement of stages: ``interleaved`` is made for chunks in turn and ``zbv`` for two chunks in a V (see `place`).
 With one chunk a rank they equal ``1f1b`` and ``zero_bubble``.
+
+`check_fields` checks all that a user says to the strategy, as far as neither the model nor the number of ranks matters.
+It imports no torch, so that a wrong field is refused before anything slow starts.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
+from lightning_mm5d.config.checks import check
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
-from lightning_mm5d.config.features import parts, schedules
+from lightning_mm5d.config.features import check_features, parts, schedules
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.config.options import BACKENDS, check_options
 from lightning_mm5d.schedule.graph import Graph, Kind, Schedule
 from lightning_mm5d.schedule.greedy import Pipeline, Rules, gpipe, interleaved, one_f_one_b, zero_bubble
 from lightning_mm5d.schedule.validate import from_csv, from_function
@@ -82,9 +89,8 @@ def check_schedule(schedule: object) -> None:
             inspect.signature(schedule).bind(None)
         except (TypeError, ValueError) as error:
             rule = f"It is called with the graph of stages alone, which fails: {error}"
-            raise ConfigError(
-                "schedule", schedule, rule, "Use a function such as `def schedule(graph): ...`"
-            ) from error
+            fix = "Use a function such as `def schedule(graph): ...`"
+            raise ConfigError("schedule", schedule, rule, fix) from error
     elif is_table(schedule):
         table_text(str(schedule))
     elif schedule not in SCHEDULES:
@@ -150,3 +156,29 @@ def _forwards(schedule: Schedule, forward_only: bool) -> Schedule:
     if not forward_only:
         return schedule
     return {rank: [action for action in actions if action.kind is Kind.F] for rank, actions in schedule.items()}
+
+
+def check_fields(fields: Mapping[str, Any], backends: Collection[str] = BACKENDS) -> None:
+    """Refuse fields of the strategy that cannot work with any model and number of ranks.
+
+    Args:
+        fields: by name; those that are missing have their defaults.
+        backends: that torch.distributed knows here.
+
+    Raises:
+        ConfigError: at the first field that cannot work.
+    """
+    schedule, modalities = fields.get("schedule", "1f1b"), fields.get("modalities")
+    check_schedule(schedule)
+    check(
+        {"model": Modality()} if modalities is None else modalities,
+        num_microbatches=fields.get("num_microbatches"),
+        microbatch_size=fields.get("microbatch_size"),
+        schedule=schedule if isinstance(schedule, str) and schedule in SCHEDULES else "own",
+        schedules=("own", *SCHEDULES),
+    )
+    check_options(fields, backends)
+    check_features(fields)
+    if fields.get("microbatch_size") is not None and schedule not in SCHEDULES:
+        rule = "A table or a function is for one number of microbatches, and with a size it follows from each batch"
+        raise ConfigError("batching.microbatch_size", fields["microbatch_size"], rule, "Set num_microbatches instead")

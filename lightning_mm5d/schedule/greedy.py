@@ -55,8 +55,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from lightning_mm5d.schedule.graph import Action, Graph, Kind, Schedule
-from lightning_mm5d.schedule.simulate import simulate
 from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.validate import simulate
 
 _SAME_TIME = 1e-9
 """Ends closer than this share of the time count as simultaneous, or rounding would decide the order."""

@@ -27,8 +27,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_mm5d.sharded.remote_value import same_origin
-from lightning_mm5d.sharded.renamed import all_gather_single, reduce_scatter_single
-from lightning_mm5d.sharded.torch_internals import is_held_once, is_observed, is_view
+from lightning_mm5d.sharded.torch_internals import (
+    all_gather_single,
+    is_held_once,
+    is_observed,
+    is_view,
+    reduce_scatter_single,
+)
 
 
 def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
@@ -91,10 +96,10 @@ class Encoding(Protocol):
         """Sum a flat tensor in place; return a `gradients.buckets.Sum`. The seed is the same on all ranks."""
 
     def scattered(self, chunks: Sequence[Tensor], group: dist.ProcessGroup, seed: int) -> Any:
-        """Sum chunks to the rank of each, as `data_parallel.scatter_gather.ScatteredSum`, which returns a flat one."""
+        """Sum chunks to the rank of each, as a `ScatteredSum` of `data_parallel`, which returns a flat one."""
 
     def gathered(self, own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Any:
-        """Gather flat tensors, as `data_parallel.scatter_gather.Gathered`; all ranks get equal ones, the owner too."""
+        """Gather flat tensors, as a `Gathered` of `data_parallel`; all ranks get equal ones, the owner too."""
 
     def encoded(self, meta: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
         """Return a payload as it travels."""

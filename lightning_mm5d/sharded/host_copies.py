@@ -72,9 +72,7 @@ class HostCopies(TorchFunctionMode):
         version = version_of(copy)
         self._known[x] = _Known(version_of(x), lambda: copy if version_of(copy) == version else None)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _QUESTIONS and args and isinstance(args[0], Tensor) and not self.is_here(args[0]):

@@ -74,7 +74,9 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         name = self._names.get(func)
         if name is None:
-            name = self._names[func] = _name_of(func)
+            namespace = getattr(func, "namespace", "higher_order")
+            name = func.name().rpartition("::")[2].partition(".")[0]
+            name = self._names[func] = f"{namespace}.{name}"
         if name.startswith("c10d."):  # they write to tensors and do not say so
             self._forget({x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)})
         key = self._key("", name, args)
@@ -152,12 +154,6 @@ def unseen() -> AbstractContextManager[Any]:
 
 def _around() -> _Operations | None:
     return next((mode for mode in reversed(_modes()) if isinstance(mode, _Operations)), None)
-
-
-def _name_of(func: Any) -> str:
-    namespace = getattr(func, "namespace", "higher_order")
-    name = func.name().rpartition("::")[2].partition(".")[0]
-    return f"{namespace}.{name}"
 
 
 def operations_named(names: Collection[str]) -> frozenset[str]:

@@ -24,10 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mm5d.data.random_state import drawn_seed
-from lightning_mm5d.sharded.class_operations import FUNCTIONS, along_classes
+from lightning_mm5d.sharded.class_operations import FUNCTIONS, along_classes, cross_entropy
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.sharded.cross_entropy import cross_entropy
-from lightning_mm5d.sharded.sequence_operations import (
+from lightning_mm5d.sharded.sequence import (
     cross_entropy_of_tokens,
     is_tokens,
     narrowed_sequence,

@@ -1,4 +1,4 @@
-"""A sequence whose tokens are sharded over ranks: the group of a `Sharded`.
+"""A sequence whose tokens are sharded over ranks: the group of a `Sharded`, functions along its dim, and its ring.
 
 Each context parallel rank holds the tokens that a `TokenSplit` gives it, in ascending order; where tensor parallel
 ranks shard these further (``sequence_parallel``), each of them holds a stretch of its context parallel rank's tokens.
@@ -9,26 +9,40 @@ local tensors gets R times the gradient of this rank's tokens, one that worked o
 and for both the *mean* over the R ranks is the true gradient: so gradients are reduced (`Ownership.gradient_weight`),
 once a step. The backward multiplies by R where a full tensor was gathered, and divides by R where one was scattered.
 
-Which tokens of a sequence each rank of a group holds.
+**Split.** A `TokenSplit` says which tokens of a sequence each rank of a group holds. It is plain data and the same on
+every rank: for each rank the ranges of its tokens. Results that depend on a split alone live on it (`kept`).
 
-A `TokenSplit` is plain data and the same on every rank: for each rank the ranges of its tokens. Results that depend on
-a split alone live on it (`kept`).
+**Functions along the sharded dim.** Tokens may lie on any rank (`ShardedSequence`), so a view of several sequences as
+one, a stretch of a sequence and a loss over tokens are again sharded tensors. With the rules of `operations` these
+carry a step from the last layer to its loss without any rank ever having the full tensor.
+
+**A ring of ranks.** `ring_gather` gathers: a rank works on the rows that it has while those of the rank before it come.
+`ring_sum_scattered` sums and scatters: a rank computes its part of one shard's sum while the sum of that shard so far
+is on its way to it (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep
+Learning Models").
+
+Both are outside of autograd's graph. All ranks make the same hops in the same order; shorter shards travel padded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from itertools import accumulate
+from typing import Any, TypeGuard, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_mm5d.layout.even_split import even_lengths
-from lightning_mm5d.sharded.collectives import TensorGroup, copy, differentiable, view
+from lightning_mm5d.sharded.class_operations import check_targets
+from lightning_mm5d.sharded.collectives import TensorGroup, copy, differentiable, message_device, view
 from lightning_mm5d.sharded.host_copies import on_device
-from lightning_mm5d.sharded.tensor import Sharded, from_local
+from lightning_mm5d.sharded.tensor import Group, Sharded, Sharding, as_sharded, from_local
 from lightning_mm5d.sharded.torch_internals import is_view
 
 Range = tuple[int, int]
@@ -339,3 +353,227 @@ def refined(split: TokenSplit, count: int) -> TokenSplit:
                     pieces.insert(0, (end, stop))
             ranges.append(taken)
     return TokenSplit.of(ranges, split.size)
+
+
+def is_tokens(group: Group) -> TypeGuard[ShardedSequence]:
+    """Whether a group holds a sequence split by tokens."""
+    return not isinstance(group, TensorGroup)
+
+
+def reshaped_sequences(x: Sharded, sizes: Sequence[int]) -> Any:
+    """`x` with its sequences in a row as one, ``[B, S, ...]`` as ``[B * S, ...]``, or apart again.
+
+    Args:
+        x: of any shape.
+        sizes: the shape wanted, of as many elements, without -1.
+
+    Returns:
+        A `Sharded`, or NotImplemented where that needs the full tensor.
+    """
+    local, (dim, _, size, group), shape = x.local, x.sharding, x.shape
+    if not is_tokens(group):
+        return NotImplemented
+    place = len(shape) + dim
+    for first in range(place):
+        count = math.prod(shape[first:place])
+        for at, wanted in enumerate(sizes):
+            if wanted == count * size and math.prod(sizes[:at]) == math.prod(shape[:first]):
+                return _viewed(local, sizes, at, group.merged(count))
+    for at in range(1, len(sizes)):
+        for first in range(at):
+            count = math.prod(sizes[first:at])
+            if count * sizes[at] == size and math.prod(sizes[:first]) == math.prod(shape[:place]):
+                apart = group.unmerged(count)
+                if apart is not None:
+                    return _viewed(local, sizes, at, apart)
+    return NotImplemented
+
+
+def _viewed(local: Tensor, sizes: Sequence[int], at: int, group: ShardedSequence) -> Sharded:
+    local_sizes = [*sizes]
+    local_sizes[at] = group.lengths[group.index]
+    return as_sharded(local.reshape(local_sizes), _sharding(at - len(sizes), group))
+
+
+def narrowed_sequence(sharding: Sharding, entry: Any) -> tuple[Sharding, slice] | None:
+    """The sharding of ``x[..., entry, ...]``, `entry` being that of the sharded dim, and the slice of the local tensor.
+
+    None where that needs the full tensor.
+    """
+    if not isinstance(entry, slice):
+        return None
+    start, stop, step = entry.indices(sharding.size)
+    if (start, stop, step) == (0, sharding.size, 1):
+        return sharding, slice(None)
+    if not is_tokens(sharding.group) or step != 1 or stop <= start:
+        return None
+    group, own = sharding.group.narrowed(start, stop)
+    return _sharding(sharding.dim, group), own
+
+
+def cross_entropy_of_tokens(logits: Sharded, target: Tensor, options: Mapping[str, Any]) -> Any:
+    """The cross entropy of logits ``[N, C]`` of which each rank holds some rows; replicated.
+
+    Args:
+        logits: sharded along their rows.
+        target: classes ``[N]`` or probabilities ``[N, C]`` of all rows.
+        options: other arguments of ``torch.nn.functional.cross_entropy``.
+
+    Returns:
+        The loss, or for ``reduction="none"`` the losses, sharded; NotImplemented where that needs the
+            full tensor.
+    """
+    group, options = logits.sharding.group, dict(options)
+    if not is_tokens(group) or target.shape[0] != logits.shape[0] or target.requires_grad:
+        return NotImplemented
+    if any(options.pop(name, None) is not None for name in ("size_average", "reduce")):
+        return NotImplemented
+    reduction, weight = options.pop("reduction", "mean"), options.pop("weight", None)
+    if reduction not in ("mean", "sum", "none") or (weight is not None and options.get("label_smoothing")):
+        return NotImplemented
+    rows = group.local_of(target, 0, group.lengths)
+    ignored = options.get("ignore_index", -100)
+    if target.dim() == 1:  # all of them, or one rank would fail while the others wait for it
+        check_targets(target, target != ignored, logits.shape[1])
+    losses = F.cross_entropy(logits.local, rows, weight=weight, reduction="none", **options)
+    if weight is not None and reduction == "mean" and target.dim() == 1:
+        counts = target != ignored
+        return group.total(losses.sum()) / weight[torch.where(counts, target, 0)].mul(counts).sum()
+    return reduced_losses(losses, target, group, reduction, ignored)
+
+
+def reduced_losses(
+    losses: Tensor, target: Tensor, group: ShardedSequence | None, reduction: str, ignore_index: int
+) -> Tensor:
+    """Reduce the losses of rows as ``torch.nn.functional.cross_entropy`` does without class weights.
+
+    Args:
+        losses: of this rank's rows, 0 where they do not count.
+        target: classes ``[N]`` or probabilities ``[N, C]`` of all rows.
+        group: holds the rows; None where this rank has all.
+        reduction: ``"mean"`` over the rows that count, ``"sum"``, or ``"none"``.
+        ignore_index: class of rows that do not count.
+
+    Returns:
+        A replicated scalar, or for ``"none"`` the losses, sharded over `group`.
+    """
+    if reduction == "none":
+        return losses if group is None else as_sharded(losses, _sharding(-1, group))
+    total = losses.sum() if group is None else group.total(losses.sum())
+    if reduction == "sum":
+        return total
+    return total / (target.shape[0] if target.dim() == 2 else (target != ignore_index).sum())
+
+
+def _sharding(dim: int, group: ShardedSequence) -> Sharding:
+    return Sharding(dim, group.lengths, group.split.size, group)
+
+
+class Hop:
+    """Passes a buffer to the next rank of a ring while another comes from the previous one.
+
+    Args:
+        group: the ring.
+        sent: contiguous; at least one element, so that all ranks take part in each hop.
+        shape: of what is to come.
+    """
+
+    def __init__(self, group: TensorGroup, sent: Tensor, shape: Sequence[int]) -> None:
+        self._group, self._device, wire = group, sent.device, message_device(sent.device, group.group)
+        self._sent = sent.to(wire)  # gloo moves host memory only between two ranks
+        self._received = self._sent.new_empty(tuple(shape))
+        following, previous = (group.index + 1) % group.size, (group.index - 1) % group.size
+        # one batch, or NCCL would wait for one direction before it starts the other
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self._sent, group=group.group, group_peer=following),
+                dist.P2POp(dist.irecv, self._received, group=group.group, group_peer=previous),
+            ]
+        )
+        group.moved += sent.nbytes
+
+    def wait(self) -> Tensor:
+        """Return what came; what was sent may be written to from now on."""
+        self._group.wait(*self._works)
+        del self._sent, self._works  # the next hop allocates another buffer
+        return self._received.to(self._device)
+
+
+def ring_gather(
+    local: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup, use: Callable[[Tensor, int], None]
+) -> Tensor:
+    """Return the full tensor, as ``group.gather(local, dim, lengths)`` does.
+
+    Args:
+        local: this rank's shard.
+        dim: along which it is one, negative.
+        lengths: of the shards.
+        group: the ring.
+        use: called with each shard, contiguous, and its start in the full tensor while the next one comes; this rank's
+            own first.
+    """
+    starts, held = _starts(lengths), _padded(local.detach(), dim, max(lengths))
+    full = local.new_empty(_shape(local, dim, sum(lengths)))
+    for step in range(group.size):
+        source = (group.index - step) % group.size
+        start, length = starts[source], lengths[source]
+        hop = None if step == group.size - 1 else _hop(group, held)
+        rows = held.narrow(dim, 0, length).contiguous()
+        full.narrow(dim, start, length).copy_(rows)
+        use(rows, start)
+        if hop is not None:
+            held = hop.wait()
+    return full
+
+
+def ring_sum_scattered(
+    part: Callable[[int, int], Tensor], dim: int, lengths: Sequence[int], group: TensorGroup
+) -> Tensor:
+    """Return this rank's shard of a sum over ranks, as ``group.sum_scattered(full, dim, lengths)`` does.
+
+    Args:
+        part: given the start and the length of a shard, computes this rank's summand of it.
+        dim: along which shards are, negative.
+        lengths: of the shards.
+        group: the ring.
+    """
+    starts, longest = _starts(lengths), max(lengths)
+    hop: Hop | None = None
+    for step in range(group.size - 1):
+        target = (group.index - 1 - step) % group.size
+        made = part(starts[target], lengths[target])
+        # what came takes the sum: a mode may keep `made` for when it is computed again
+        sent = _padded(made, dim, longest) if hop is None else _plus(hop.wait(), made, dim)
+        hop = _hop(group, sent)
+    made = part(starts[group.index], lengths[group.index])
+    if hop is None:
+        return made
+    total = _plus(hop.wait(), made, dim)
+    if made.shape[dim] == longest:
+        return total
+    return total.narrow(dim, 0, made.shape[dim]).clone(memory_format=torch.contiguous_format)
+
+
+def _hop(group: TensorGroup, sent: Tensor) -> Hop | None:
+    return None if group.is_silent or not sent.numel() else Hop(group, sent, sent.shape)
+
+
+def _plus(came: Tensor, made: Tensor, dim: int) -> Tensor:
+    """Add `made` to the rows of `came` that are no padding."""
+    came.narrow(dim, 0, made.shape[dim]).add_(made)
+    return came
+
+
+def _padded(x: Tensor, dim: int, longest: int) -> Tensor:
+    missing = longest - x.shape[dim]
+    return (torch.cat([x, x.new_zeros(_shape(x, dim, missing))], dim) if missing else x).contiguous()
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return [*accumulate(lengths, initial=0)]
+
+
+def _shape(x: Tensor, dim: int, length: int) -> list[int]:
+    shape = [*x.shape]
+    shape[dim] = length
+    return shape

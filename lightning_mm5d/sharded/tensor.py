@@ -154,9 +154,7 @@ class Sharded(Tensor):
         return torch.Size(sizes)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rule = cls.rules.get(func)
         if rule is not None and args:
@@ -166,9 +164,7 @@ class Sharded(Tensor):
         return on_full(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # Only what bypasses torch functions comes here. Tensors that are saved for the backward are detached.
         x = args[0]
         if func is not torch.ops.aten.detach.default:

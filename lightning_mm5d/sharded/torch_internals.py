@@ -1,4 +1,7 @@
-"""The private names of torch that sharded tensors build on; each raises an ImportError where it has moved."""
+"""The private names of torch that sharded tensors build on, each of which raises an ImportError where it has moved.
+
+Collectives of one tensor have the names that torch 2.13 gave them; torch 2.11 and 2.12 know them by older ones.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _python_dispatch, checkpoint
 
@@ -90,3 +94,24 @@ def in_checkpoint() -> bool:
     """Whether torch's checkpoint runs the code around, and keeps nothing of what autograd saves."""
     hooks = private(torch._C._autograd, "_top_saved_tensors_default_hooks")(True)
     return hooks is not None and hooks[0].__module__ == checkpoint.__name__
+
+
+_GATHER, _SCATTER = (
+    ("all_gather_single", "reduce_scatter_single")
+    if hasattr(dist, "all_gather_single")
+    else ("all_gather_into_tensor", "reduce_scatter_tensor")
+)
+
+
+def all_gather_single(
+    found: Tensor, own: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+) -> dist.Work | None:
+    """Gather `own` ``[n, ...]`` of all ranks of a group into `found` ``[ranks * n, ...]``."""
+    return getattr(dist, _GATHER)(found, own, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(
+    own: Tensor, sent: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+) -> dist.Work | None:
+    """Sum `sent` ``[ranks * n, ...]`` over a group, of which each rank gets its part ``[n, ...]`` in `own`."""
+    return getattr(dist, _SCATTER)(own, sent, group=group, async_op=async_op)

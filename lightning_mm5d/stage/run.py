@@ -40,13 +40,11 @@ from lightning_mm5d.partition import Partition
 from lightning_mm5d.partition.parts import has_module
 from lightning_mm5d.sharded.remote_value import Origin, is_remote, marked
 from lightning_mm5d.stage.deferred import Deferred
-from lightning_mm5d.stage.layer_results import LayerCall, hidden_of, hidden_path, place_in
 from lightning_mm5d.stage.payload import Packer, Path, Payload, arguments, copies, put, rebuild, tensors_in, unsharded
-from lightning_mm5d.stage.remote import is_hooked, shown_stand_ins
+from lightning_mm5d.stage.remote import LayerCall, hidden_of, hidden_path, is_hooked, place_in, shown_stand_ins
 from lightning_mm5d.stage.runtime import Runtime, check_used
 from lightning_mm5d.stage.step_writes import StepWrites, Tail
-from lightning_mm5d.stage.taint import Call, mark_dependent, mark_stand_in, must_travel, traced
-from lightning_mm5d.stage.taps import Taps
+from lightning_mm5d.stage.taps import Call, Taps, mark_dependent, mark_stand_in, must_travel, traced
 from lightning_mm5d.stage.view import GraphEndError, StageError, StageView, StandIn, Stop
 
 
@@ -362,7 +360,9 @@ class Run:
         if not self._replays and layer < cut.last:
             self._resume()
             self._pass(modality).enter(layer)
-            if self._tells_of_later(modality, args, kwargs):
+            # a first stage is entered again with results of later ones
+            again = self.stage.cuts[modality].index == 0 and self._pass(modality).number > 0
+            if again and any(is_remote(tensor) for _, tensor in tensors_in(hidden_of(args, kwargs))):
                 raise StageError(
                     f"the step passes again through the layers of {modality}, with an input that depends on what the "
                     "pass before gave, which a later stage computes: a training step with pp_size > 1 may call the "
@@ -403,11 +403,6 @@ class Run:
 
     def _layer_call(self, modality: str, layer: int) -> Call:
         return "layer", modality, layer, self._passes[modality].number if modality in self._passes else 0
-
-    def _tells_of_later(self, modality: str, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether a first stage is entered again with results of later ones."""
-        again = self.stage.cuts[modality].index == 0 and self._pass(modality).number > 0
-        return again and any(is_remote(tensor) for _, tensor in tensors_in(hidden_of(args, kwargs)))
 
     @contextmanager
     def inside(self, layer: nn.Module, modality: str, index: int, hidden: Any) -> Iterator[None]:

@@ -14,15 +14,14 @@ from torch import nn
 
 from lightning_mm5d.context_parallel.hooks.apply import ContextParallel
 from lightning_mm5d.data.random_state import StepDraws
-from lightning_mm5d.expert_parallel.expert_layer import Experts
+from lightning_mm5d.expert_parallel import Experts
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.sharded.tensor import Group
 from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.stage.payload import sendable
-from lightning_mm5d.stage.taint import Tap, Trace
-from lightning_mm5d.stage.taps import tap_points, watched_modules
+from lightning_mm5d.stage.taps import Tap, Trace, tap_points, watched_modules
 from lightning_mm5d.stage.view import StageError, StageView, StandIn
 from lightning_mm5d.stage.written import SetAside, Written
 from lightning_mm5d.tensor_parallel.apply import TensorParallel

@@ -157,13 +157,13 @@ def read_into(descriptor: int, memory: memoryview, offset: int, path: Path) -> N
         done += count
 
 
-def read_whole(path: Path, limit: int, *, follow: bool = True) -> bytes:
-    """Return all bytes of a file of at most `limit` bytes.
+def read_whole(path: Path, limit: int) -> bytes:
+    """Return all bytes of a file of at most `limit` bytes, which is no link.
 
     Raises:
         CheckpointCorruptError: it is missing, no ordinary file, or larger.
     """
-    with opened(path, follow=follow) as descriptor:
+    with opened(path, follow=False) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > limit:
             raise corrupt(path, f"it has {size} bytes, and such a file has at most {limit}")

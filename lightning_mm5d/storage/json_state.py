@@ -1,8 +1,8 @@
 """Nested state as JSON that gives back the very same types; tensors and what JSON cannot hold are kept beside it.
 
 Numbers, strings, lists and dicts with strings as keys are JSON's own. Everything else is an object with the key ``"$"``
-that says what it is. Decoding makes nothing but the types that stand in this file and those that the caller allows, and
-it runs no code of the text's choice.
+that says what it is. Decoding makes nothing but the types that stand in this file, and it runs no code of the text's
+choice. Objects of all other classes, also enums and dataclasses, are kept beside the text.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import pathlib
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from datetime import date, datetime, time, timedelta, timezone
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -56,39 +55,32 @@ class EncodedState:
     objects: dict[str, Any] = field(default_factory=dict)
 
 
-def encode_state(
-    state: Any, classes: Iterable[type] = (), *, stands: Callable[[Tensor], bool] = lambda _: False
-) -> EncodedState:
+def encode_state(state: Any, *, stands: Callable[[Tensor], bool] = lambda _: False) -> EncodedState:
     """Return `state` in parts, from which `decode_state` makes an equal one of equal types.
 
     Args:
         state: nested containers of anything.
-        classes: enums, dataclasses, named tuples and subclasses of dict that are taken apart too; the reader must allow
-            them as well.
         stands: whether a tensor of a class of its own stands for a plain one; it is kept as it is.
     """
-    encoder = _Encoder({_class_name(kind): kind for kind in classes}, stands)
+    encoder = _Encoder(stands)
     tree = encoder.encode(state, ())
     encoder.encoded.text = json.dumps(tree, allow_nan=False).encode()
     return encoder.encoded
 
 
-def decode_state(
-    text: bytes, tensor: Callable[[str], Tensor], objects: Mapping[str, Any], classes: Iterable[type] = ()
-) -> Any:
+def decode_state(text: bytes, tensor: Callable[[str], Tensor], objects: Mapping[str, Any]) -> Any:
     """Return the state that `encode_state` took apart.
 
     Args:
         text: JSON.
         tensor: gives the tensor of a name.
         objects: what JSON could not hold, by name.
-        classes: what the text may name beside plain types.
 
     Raises:
-        CheckpointUntrustedError: the text names a class that is not among `classes`.
+        CheckpointUntrustedError: the text names a class.
         CheckpointCorruptError: the text was not made by `encode_state`, or names an object that is not there.
     """
-    decoder = _Decoder(tensor, objects, {_class_name(kind): kind for kind in classes})
+    decoder = _Decoder(tensor, objects)
     try:
         return decoder.decode(json.loads(text.decode()), 0)
     except (CheckpointCorruptError, CheckpointUntrustedError):
@@ -109,9 +101,9 @@ class _NotPlainError(Exception):
 
 
 class _Encoder:
-    def __init__(self, classes: Mapping[str, type], stands: Callable[[Tensor], bool]) -> None:
+    def __init__(self, stands: Callable[[Tensor], bool]) -> None:
         self.encoded = EncodedState(b"")
-        self._classes, self._stands = classes, stands
+        self._stands = stands
         self._tensors: dict[int, str] = {}  # names by id, so that a tensor that stands twice is kept once
         self._open: list[int] = []  # ids of the containers around
 
@@ -155,8 +147,6 @@ class _Encoder:
             return {_TAG: "deque", "items": self._items(value, path), "maxlen": value.maxlen}
         if isinstance(value, dict):
             return self._mapping(value, path)
-        if self._classes.get(_class_name(kind)) is kind:
-            return self._of_class(value, path)
         return _scalar(value)
 
     def _items(self, values: Iterable[Any], path: tuple[str, ...]) -> list[Any]:
@@ -171,15 +161,13 @@ class _Encoder:
             tree = {_TAG: "defaultdict", "factory": None if factory is None else factory.__name__}
         elif _MAPPINGS.get(kind.__name__) is kind:
             tree = {_TAG: kind.__name__}
-        elif self._classes.get(_class_name(kind)) is kind and not getattr(value, "__dict__", None):
-            tree = {_TAG: "mapping", "class": _class_name(kind)}
         else:
             raise _NotPlainError
         pairs = [[self._key(key), self.encode(entry, (*path, str(key)))] for key, entry in value.items()]
         return tree | {"items": pairs}
 
     def _key(self, key: Any) -> Any:
-        encoder = _Encoder(self._classes, self._stands)
+        encoder = _Encoder(self._stands)
         tree = encoder.encode(key)
         if encoder.encoded.objects or encoder.encoded.tensors:
             raise _NotPlainError  # such a key may be equal to none but itself
@@ -200,17 +188,6 @@ class _Encoder:
             name = self._tensors[id(value)] = _unused(path, self.encoded.tensors)
             self.encoded.tensors[name] = kept
         return {_TAG: "tensor", "name": self._tensors[id(value)]}
-
-    def _of_class(self, value: Any, path: tuple[str, ...]) -> Any:
-        name = _class_name(type(value))
-        if isinstance(value, Enum):
-            return {_TAG: "enum", "class": name, "name": value.name}
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return {_TAG: "namedtuple", "class": name, "items": self._items(value, path)}
-        if is_dataclass(value) and set(getattr(value, "__dict__", ())) == {f.name for f in fields(value)}:
-            entries = {f.name: self.encode(getattr(value, f.name), (*path, f.name)) for f in fields(value)}
-            return {_TAG: "dataclass", "class": name, "fields": entries}
-        raise _NotPlainError
 
 
 def _scalar(value: Any) -> Any:
@@ -265,10 +242,8 @@ def _unused(path: tuple[str, ...], taken: Mapping[str, Any]) -> str:
 
 
 class _Decoder:
-    def __init__(
-        self, tensor: Callable[[str], Tensor], objects: Mapping[str, Any], classes: Mapping[str, type]
-    ) -> None:
-        self._tensor_of, self._objects, self._classes = tensor, objects, classes
+    def __init__(self, tensor: Callable[[str], Tensor], objects: Mapping[str, Any]) -> None:
+        self._tensor_of, self._objects = tensor, objects
         self._tensors: dict[str, Tensor] = {}
 
     def decode(self, tree: Any, depth: int = 0) -> Any:
@@ -287,7 +262,10 @@ class _Decoder:
         if tag == "tensor":
             return self._tensor(tree)
         if "class" in tree:
-            return self._of_class(tag, self._class(tree["class"]), tree, depth)
+            raise CheckpointUntrustedError(
+                f"the state of a checkpoint names the class {tree['class']!r}, which a checkpoint may not name; "
+                "nothing of it was loaded. Load only checkpoints that you or this library have written"
+            )
         if tag == "defaultdict":
             factory = None if tree["factory"] is None else _FACTORIES[tree["factory"]]
             return defaultdict(factory, self._pairs(tree, depth))
@@ -315,29 +293,6 @@ class _Decoder:
             self._tensors[name] = tensor.requires_grad_("grad" in tree)
         return self._tensors[name]
 
-    def _class(self, name: Any) -> type:
-        if not isinstance(name, str) or name not in self._classes:
-            raise CheckpointUntrustedError(
-                f"the state of a checkpoint names the class {name!r}, which a checkpoint may not name; nothing of it "
-                "was loaded. Load only checkpoints that you or this library have written"
-            )
-        return self._classes[name]
-
-    def _of_class(self, tag: Any, kind: Any, tree: Any, depth: int) -> Any:
-        if tag == "enum" and issubclass(kind, Enum):
-            return kind[tree["name"]]
-        if tag == "namedtuple" and issubclass(kind, tuple):
-            return kind._make(self.decode(tree["items"], depth))
-        if tag == "mapping" and issubclass(kind, dict):
-            return kind(self._pairs(tree, depth))
-        described = tag == "dataclass" and is_dataclass(kind)
-        if not described:
-            raise ValueError(f"{tag!r} does not describe a {kind.__name__}")
-        made = object.__new__(kind)
-        for f in fields(kind):  # as written, without __init__
-            object.__setattr__(made, f.name, self.decode(tree["fields"][f.name], depth + 1))
-        return made
-
 
 def _from_base64(tree: Any) -> bytes:
     return base64.b64decode(tree["base64"], validate=True)
@@ -360,10 +315,6 @@ def _array(tree: Any) -> np.ndarray:
     if dtype.kind not in "biufcmMSU":
         raise ValueError(f"arrays of {dtype} are not kept as JSON")
     return np.frombuffer(_from_base64(tree), dtype).reshape(tree["shape"]).copy()
-
-
-def _class_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 _READERS: dict[Any, Callable[[Any], Any]] = {  # undo `_scalar` and `_numpy`

@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mm5d.layout.even_split import even_lengths
-from lightning_mm5d.partition.hidden_state import at, hidden_place, with_state
+from lightning_mm5d.partition.parts import at, hidden_place, with_state
+from lightning_mm5d.sharded.class_operations import Columns
 from lightning_mm5d.sharded.collectives import TensorGroup, copy, exchange, reduce, scatter
 from lightning_mm5d.sharded.removable import Removable
-from lightning_mm5d.sharded.sequence_operations import is_tokens
+from lightning_mm5d.sharded.sequence import is_tokens
 from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.sharded.torch_internals import is_held_once
-from lightning_mm5d.sharded.vocabulary_shard import Columns
 from lightning_mm5d.tensor_parallel.entrance import Entrance, PutsOff, fits
 from lightning_mm5d.tensor_parallel.region import Linear, Region, drops, linear
 from lightning_mm5d.tensor_parallel.resolve import Division, Heads, Kind

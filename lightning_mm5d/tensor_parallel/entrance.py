@@ -31,16 +31,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lightning_mm5d.sharded.class_operations import padded_rows, without_padding
 from lightning_mm5d.sharded.collectives import TensorGroup, Wait, view
 from lightning_mm5d.sharded.remote_value import same_origin
-from lightning_mm5d.sharded.sequence_ring import ring_gather, ring_sum_scattered
+from lightning_mm5d.sharded.sequence import ring_gather, ring_sum_scattered
 from lightning_mm5d.sharded.torch_internals import (
     is_held_once,
     number_in_backward,
     number_of_backward,
     renumber_in_backward,
 )
-from lightning_mm5d.sharded.vocabulary_shard import padded_rows, without_padding
 
 Sharding = tuple[int, tuple[int, ...]]  # the sharded dim, and its length on each rank
 

@@ -23,12 +23,10 @@ from torch.nn import functional as F
 from lightning_mm5d.data.random_state import drawn_seed, seed_torch, set_torch_states, torch_states
 from lightning_mm5d.sharded.collectives import TensorGroup, reduce, reduce_scatter
 from lightning_mm5d.sharded.remote_value import same_origin
-from lightning_mm5d.sharded.sequence_operations import is_tokens
-from lightning_mm5d.sharded.sequence_ring import ring_gather, ring_sum_scattered
+from lightning_mm5d.sharded.sequence import is_tokens, ring_gather, ring_sum_scattered
 from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.sharded.torch_internals import version_of
-from lightning_mm5d.source.names import names
-from lightning_mm5d.source.trees import method_of
+from lightning_mm5d.source.trees import method_of, names
 from lightning_mm5d.tensor_parallel.entrance import Due, Entrance, PutsOff, Sharding, autocast, fits, weight_gradient
 
 Linear = Callable[[nn.Module, Tensor, "Tensor | None"], Tensor]

@@ -1,16 +1,17 @@
 """How a batch becomes microbatches, and what each of them weighs, as the user has said it.
 
 The strategy's arguments say it first, then the module's methods ``split_batch`` and ``loss_weight``, then the code of
-the model's loss (`source.token_means`), and the names and lengths in the batch. Refuses label tokens that it would have
+the model's loss (`source.passed`), and the names and lengths in the batch. Refuses label tokens that it would have
 to guess: the labels are what `training_step` passes as ``labels=``, or the one tensor of that name in the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
@@ -30,12 +31,8 @@ from lightning_mm5d.data.microbatch import (
 from lightning_mm5d.data.packed_images import describe
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
-from lightning_mm5d.source.names import reached
-from lightning_mm5d.source.passed import TARGET, Path, passed
-from lightning_mm5d.source.token_means import Counting, counting
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+from lightning_mm5d.source.passed import TARGET, Counting, Path, counting, passed
+from lightning_mm5d.source.trees import reached
 
 Splitting = Literal["split", "loader"] | Callable[[Any, int], Any]
 """``microbatching`` of the strategy."""
@@ -246,9 +243,8 @@ class BatchParts:
         if not isinstance(found, (list, tuple)) or not 0 < len(found) <= count:
             got = f"{len(found)} parts" if isinstance(found, (list, tuple)) else type(found).__name__
             rule = f"The function that splits a batch into {count} microbatches returns a list of at most as many"
-            raise ConfigError(
-                "batching.microbatching", got, rule, "Return a list of batches, each of one or more samples"
-            )
+            fix = "Return a list of batches, each of one or more samples"
+            raise ConfigError("batching.microbatching", got, rule, fix)
         return found
 
     def _count_by_size(self, batch: Any) -> int:

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mm5d.checkpoint.fingerprint import fingerprint
 from lightning_mm5d.checkpoint.module_state import collect_module, is_partial, load_module
 from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_optimizers
-from lightning_mm5d.checkpoint.rank_reports import RankReports
+from lightning_mm5d.checkpoint.rank_reports import RankReports, fingerprint
 from lightning_mm5d.config.errors import RankLostError, RemoteParameterError, private
 from lightning_mm5d.config.features import owned
-from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import is_remote

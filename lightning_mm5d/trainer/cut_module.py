@@ -11,12 +11,12 @@ import torch
 
 from lightning_mm5d.config.features import part_of
 from lightning_mm5d.context_parallel.hooks.apply import ContextParallel
-from lightning_mm5d.context_parallel.hooks.assignment import Ranks
-from lightning_mm5d.context_parallel.hooks.interface import Interface
+from lightning_mm5d.context_parallel.hooks.layer_attention import Interface
+from lightning_mm5d.context_parallel.hooks.layer_tensors import Ranks
 from lightning_mm5d.engine.run_groups import RunGroups
-from lightning_mm5d.expert_parallel.expert_layer import Experts
+from lightning_mm5d.expert_parallel import Experts
 from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
-from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.host_copies import HostCopies

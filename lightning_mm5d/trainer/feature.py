@@ -29,7 +29,7 @@ from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.ordered_transport import Wire
 from lightning_mm5d.engine.run_groups import Groups, RunGroups
-from lightning_mm5d.expert_parallel.expert_layer import Experts
+from lightning_mm5d.expert_parallel import Experts
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule
 from lightning_mm5d.sharded.removable import Removable

@@ -19,8 +19,7 @@ from lightning_mm5d.config.features import FEATURES
 from lightning_mm5d.config.groups import value_of
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.layout import Layout
-from lightning_mm5d.plan.data_shards import DataShards
-from lightning_mm5d.plan.holdings import Holdings
+from lightning_mm5d.plan.holdings import DataShards, Holdings
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard, Origin, is_remote, make_placeholder
 from lightning_mm5d.sharded.removable import Removable

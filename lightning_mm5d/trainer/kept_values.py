@@ -60,7 +60,7 @@ class KeptValues:
 
     Args:
         module: the LightningModule.
-        apart: names of attributes whose containers are not joined (`source.appends`).
+        apart: names of attributes whose containers are not joined (`source.loops`).
     """
 
     def __init__(self, module: pl.LightningModule, apart: Collection[str] = ()) -> None:

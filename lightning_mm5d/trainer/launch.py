@@ -54,8 +54,8 @@ from typing_extensions import override
 
 from lightning_mm5d.config.errors import ConfigError, RankLostError, private
 from lightning_mm5d.monitor.board import ended_how, state_of
-from lightning_mm5d.monitor.losses import LAUNCHED_BY
 from lightning_mm5d.monitor.monitor import ERRORS
+from lightning_mm5d.monitor.verdict import LAUNCHED_BY
 from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.trainer.kept_shards import has_kept_shards, left_elsewhere
 from lightning_mm5d.trainer.other_package import check_package

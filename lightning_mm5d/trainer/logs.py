@@ -36,19 +36,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from numbers import Number
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.remote_value import settled
 from lightning_mm5d.sharded.removable import put
-from lightning_mm5d.trainer.joined_metrics import JoinedMetrics, Key, check_torchmetrics, set_step_value, step_value
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+from lightning_mm5d.trainer.metrics import JoinedMetrics, Key, check_torchmetrics, set_step_value, step_value
 
 _REDUCTIONS: dict[Any, str] = {
     "mean": "mean", "avg": "mean", torch.mean: "mean",

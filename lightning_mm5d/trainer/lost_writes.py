@@ -9,15 +9,11 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
 
-from lightning_mm5d.source.names import reached
-from lightning_mm5d.source.trees import decorated, tree_of
-
-if TYPE_CHECKING:
-    from torch import nn
+from lightning_mm5d.source.trees import decorated, reached, tree_of
 
 
 def tell_of_lost_writes(module: nn.Module, step: str, ends_on: int) -> None:

@@ -21,12 +21,11 @@ from lightning_mm5d.checkpoint.optimizer_state import drop_remote_state, names_o
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import ParameterHooks, called, has_hooks
-from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import Guard
-from lightning_mm5d.trainer.hidden_gradients import HiddenGradients
-from lightning_mm5d.trainer.sharing_guards import hooked
+from lightning_mm5d.trainer.sharing_guards import HiddenGradients, hooked
 
 
 class SkippedUpdate(Exception):  # noqa: N818 - no error: it ends the optimizer's step

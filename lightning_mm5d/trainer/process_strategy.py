@@ -48,7 +48,6 @@ from lightning_mm5d.trainer.construction import has_memory, is_configured, made_
 from lightning_mm5d.trainer.guard import Guard
 from lightning_mm5d.trainer.kept_shards import has_kept_shards, release_shards
 from lightning_mm5d.trainer.launch import ProcessLauncher, ScriptLauncher, cpu_threads, make_launcher
-from lightning_mm5d.trainer.main_precision import main_dtype
 from lightning_mm5d.trainer.other_package import is_of_other_package
 from lightning_mm5d.trainer.process_group import (
     agreed_seed,
@@ -62,7 +61,7 @@ from lightning_mm5d.trainer.process_group import (
 )
 from lightning_mm5d.trainer.session import Session
 from lightning_mm5d.trainer.statements import configuration
-from lightning_mm5d.trainer.validation import lost_weights
+from lightning_mm5d.trainer.validation import lost_weights, main_dtype
 
 
 def _known_to_other_package(strategies: Any) -> None:

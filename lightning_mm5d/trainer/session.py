@@ -29,10 +29,10 @@ from lightning_mm5d.data_parallel.main_parameters import MainParameters, computi
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.ordered_transport import Wire
 from lightning_mm5d.engine.run_groups import Groups, PayloadGroups, RunGroups, make_groups
-from lightning_mm5d.engine.step_gathers import StepGathers, make_gathering
+from lightning_mm5d.engine.step import StepGathers, make_gathering
 from lightning_mm5d.gradients.gradients import SumGroups, make_gradients
 from lightning_mm5d.gradients.parameter_hooks import ParameterHooks
-from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import UNSPLIT_SCHEDULES, Graph, Schedule
 from lightning_mm5d.sharded.collectives import backend_of, message_device
@@ -44,7 +44,6 @@ from lightning_mm5d.trainer.cut_module import CutModule
 from lightning_mm5d.trainer.device_meshes import device_mesh
 from lightning_mm5d.trainer.feature import BEFORE_TRANSFER, Attached, Feature, Running
 from lightning_mm5d.trainer.kept_shards import has_rows, keep_shards, lose_rows
-from lightning_mm5d.trainer.main_precision import main_dtype
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import Optimization
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
@@ -52,6 +51,7 @@ from lightning_mm5d.trainer.sharing_guards import SharingGuards
 from lightning_mm5d.trainer.steps import Replica, Steps
 from lightning_mm5d.trainer.turns import Turns
 from lightning_mm5d.trainer.user_step import Context, ResultChannel
+from lightning_mm5d.trainer.validation import main_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from lightning_mm5d.gradients.parameter_hooks import published, set_aside, skipp
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.data_accesses import refused_writes
 from lightning_mm5d.sharded.remote_value import plain
-from lightning_mm5d.source.appends import appended_by_data
+from lightning_mm5d.source.loops import appended_by_data
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.trainer.batch_parts import BatchParts
 from lightning_mm5d.trainer.guard import position

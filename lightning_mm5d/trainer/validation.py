@@ -2,6 +2,8 @@
 
 Checks that need only the configuration are in `config.checks` and `layout`, and refusals of code that ranks cannot run
 in features. This module refuses schedules of the user's that do not fit, and batches that are too small to be split.
+
+**Main parameters.** Which dtype main parameters have, and whether the trainer's precision leaves them a use.
 """
 
 from __future__ import annotations
@@ -12,14 +14,50 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import Precision
 from torch.utils.data import DataLoader
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.plan.issued import check_messages
+from lightning_mm5d.data_parallel.main_parameters import computing_dtypes
+from lightning_mm5d.plan.issued import Issued
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph, Schedule, build, is_table
 from lightning_mm5d.trainer.sharing_guards import check_shared
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+
+
+def main_dtype(said: str | None) -> torch.dtype | None:
+    """Return the dtype that ``main_params`` names."""
+    return None if said is None else _DTYPES[said]
+
+
+def check_main_params(said: str | None, module: pl.LightningModule, precision: Precision) -> None:
+    """Refuse main parameters that would be no wider than what layers compute in, and manual optimization.
+
+    Raises:
+        ConfigError: no parameter is narrower; or the module optimizes manually.
+    """
+    dtype = main_dtype(said)
+    if dtype is None:
+        return
+    if not module.automatic_optimization:
+        rule = (
+            "Manual optimization runs its own backward, and parameters show what layers compute with inside a schedule"
+        )
+        fix = "Use automatic optimization, or leave main_params unset"
+        raise ConfigError("automatic_optimization", False, rule, fix)
+    computes = _TRUE.get(str(precision.precision))
+    found = {computes or p.dtype for p in module.parameters() if p.is_floating_point()}
+    found |= set(computing_dtypes(module).values())
+    if not any(one.itemsize < dtype.itemsize for one in found):
+        held = ", ".join(sorted(str(one).removeprefix("torch.") for one in found)) or "no floating-point"
+        rule = f"Main parameters are wider than what layers compute in, and the module has {held} parameters"
+        fix = 'Use Trainer(precision="bf16-true"), or leave main_params unset'
+        raise ConfigError("numerics.main_params", said, rule, fix)
+
 
 T = TypeVar("T")
 
@@ -50,7 +88,7 @@ def check_module(
         assert num_microbatches is not None
         build(schedule, plan.graphs.full_graph(schedule, num_microbatches, module))
         named = module.named_parameters(remove_duplicate=False)
-        check_messages(plan, schedule, num_microbatches, frozenset(name for name, p in named if p.requires_grad))
+        Issued(plan, schedule, num_microbatches, frozenset(name for name, p in named if p.requires_grad)).check()
     check_shared(module, plan)
 
 
@@ -94,12 +132,11 @@ def required(value: T | None, method: str, rule: str, fix: str) -> T:
 
 def lost_weights() -> ConfigError:
     """Return the error for a module that a failed run has left without the weights of other ranks."""
-    return ConfigError(
-        "module",
-        "parts of its weights",
-        "A run that fails leaves each rank with its own part of the module, because nobody is left to send the others",
-        "Make a new module, and give trainer.fit the ckpt_path of the last checkpoint",
+    rule = (
+        "A run that fails leaves each rank with its own part of the module, because nobody is left to send the others"
     )
+    fix = "Make a new module, and give trainer.fit the ckpt_path of the last checkpoint"
+    return ConfigError("module", "parts of its weights", rule, fix)
 
 
 def batch_sizes(data: Sequence[Any]) -> list[int]:
@@ -125,6 +162,5 @@ def check_batches(data: Sequence[Any], num_microbatches: int) -> None:
     for size in batch_sizes(data):
         if size < num_microbatches:
             rule = f"A batch of {size} samples cannot be split into more than {size} microbatches"
-            raise ConfigError(
-                "batching.num_microbatches", num_microbatches, rule, f"Use {size} or fewer, or larger batches"
-            )
+            fix = f"Use {size} or fewer, or larger batches"
+            raise ConfigError("batching.num_microbatches", num_microbatches, rule, fix)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mm5d.context_parallel.balance.distributions import uniform, zigzag
+from lightning_mm5d.context_parallel.balance import uniform, zigzag
 from lightning_mm5d.context_parallel.exchange import attention
 from lightning_mm5d.context_parallel.exchange.attention import ContextGroups, context_attention
 from lightning_mm5d.context_parallel.masks.mask import Mask

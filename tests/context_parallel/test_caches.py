@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_mm5d.context_parallel.hooks.context_mask import ContextMask
-from lightning_mm5d.context_parallel.hooks.interface import Interface
+from lightning_mm5d.context_parallel.hooks.layer_attention import Interface
 from lightning_mm5d.context_parallel.masks.caches import Cache
 from lightning_mm5d.context_parallel.masks.mask import Mask
 

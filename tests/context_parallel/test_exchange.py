@@ -25,7 +25,7 @@ from context_parallel.exchange_cases import (
     tensors,
     uneven,
 )
-from lightning_mm5d.context_parallel.balance.distributions import uniform
+from lightning_mm5d.context_parallel.balance import uniform
 from lightning_mm5d.context_parallel.exchange.attention import (
     ContextGroups,
     context_attention,

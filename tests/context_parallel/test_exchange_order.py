@@ -16,10 +16,10 @@ from torch import Tensor
 from context_parallel.exchange_cases import DV, LIMIT_S, B, Case, D, call, groups_of, mask_of, own_part
 from lightning_mm5d.context_parallel.exchange import attention, ring
 from lightning_mm5d.context_parallel.exchange.attention import context_attention
-from lightning_mm5d.context_parallel.exchange.local import Local
-from lightning_mm5d.context_parallel.exchange.transfers import Gather
+from lightning_mm5d.context_parallel.exchange.ring import Local
+from lightning_mm5d.context_parallel.exchange.ulysses import Gather
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.sharded.sequence_ring import Hop
+from lightning_mm5d.sharded.sequence import Hop
 from ranks import run_ranks
 
 

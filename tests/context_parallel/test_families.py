@@ -22,9 +22,9 @@ from transformers.pytorch_utils import Conv1D
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.context_parallel.exchange.attention import ContextGroups
 from lightning_mm5d.context_parallel.hooks.apply import ContextParallel
-from lightning_mm5d.context_parallel.hooks.assignment import Ranks
-from lightning_mm5d.context_parallel.hooks.interface import Interface
-from lightning_mm5d.context_parallel.hooks.support import check_layers
+from lightning_mm5d.context_parallel.hooks.layer_attention import Interface
+from lightning_mm5d.context_parallel.hooks.layer_tensors import Ranks
+from lightning_mm5d.context_parallel.hooks.whole_modules import check_layers
 from lightning_mm5d.partition.find import find
 from lightning_mm5d.sharded.collectives import TensorGroup
 from ranks import run_ranks

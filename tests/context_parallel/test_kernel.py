@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mm5d.context_parallel.kernels import kernel
 from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward, merge, plan
-from lightning_mm5d.context_parallel.masks.mask import EMPTY, FULL, PARTIAL, TILE, Mask
-from lightning_mm5d.context_parallel.masks.tiles import Tiles
+from lightning_mm5d.context_parallel.masks.mask import EMPTY, FULL, PARTIAL, TILE, Mask, Tiles
 
 SCALE = 0.3
 

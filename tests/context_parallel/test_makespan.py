@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import lightning_mm5d.context_parallel.balance.distributions as makespan_module
-from lightning_mm5d.context_parallel.balance.distributions import CLOSE, ENOUGH, assign, longest_first, lower_bound
+import lightning_mm5d.context_parallel.balance as makespan_module
+from lightning_mm5d.context_parallel.balance import CLOSE, ENOUGH, assign, longest_first, lower_bound
 
 NEAR = (1 + 1 / CLOSE) ** 2 * (1 + 1 / ENOUGH)
 

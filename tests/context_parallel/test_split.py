@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mm5d.context_parallel.balance.distributions import (
+from lightning_mm5d.context_parallel.balance import (
     BLOCK,
     LEAST_BLOCKS,
     balanced,

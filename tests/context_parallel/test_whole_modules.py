@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from features.toys import Layout, Run, outcomes
-from lightning_mm5d.context_parallel.hooks.support import Reader
+from lightning_mm5d.context_parallel.hooks.whole_modules import Reader
 from tensor_parallel.layouts import batches_of, build
 from zoo.case import Batch, TinyModule
 from zoo.handwritten import WIDTH, Layer, OwnLayers

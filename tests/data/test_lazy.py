@@ -19,7 +19,7 @@ from lightning_mm5d import LazyTensor
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.lazy import Kept, keep_in_worker
 from lightning_mm5d.data.microbatch import split
-from lightning_mm5d.features.sample_proof.feature import digests
+from lightning_mm5d.features.sample_proof import digests
 
 LOADED: list[int] = []
 

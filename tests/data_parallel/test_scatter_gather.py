@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import nccl_order
-from lightning_mm5d.data_parallel import shared_parameter
-from lightning_mm5d.data_parallel.shared_parameter import ScatteredSum
-from lightning_mm5d.gradients.bucket_order import grown_bytes
+from lightning_mm5d.data_parallel import shared_parameters
+from lightning_mm5d.data_parallel.shared_parameters import ScatteredSum
+from lightning_mm5d.gradients.reduction import grown_bytes
 from ranks import run_ranks
 
 RANKS = 3
@@ -25,13 +25,13 @@ LENGTHS = ((2, 2, 2), (3, 0, 2), (0, 1, 0))
 def _sums(rank: int) -> dict[str, tuple[list[list[float]], int]]:
     nccl_order.register()
     found: dict[str, tuple[list[list[float]], int]] = {}
-    scatter, calls = shared_parameter.reduce_scatter_single, list[int]()
+    scatter, calls = shared_parameters.reduce_scatter_single, list[int]()
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(rank)
         return scatter(*args, **kwargs)
 
-    shared_parameter.reduce_scatter_single = counted
+    shared_parameters.reduce_scatter_single = counted
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     for backend in ("gloo", "nccl_order"):
         calls.clear()

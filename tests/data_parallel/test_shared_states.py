@@ -15,8 +15,7 @@ from features.toys import LANGUAGE, VISION, Layout, Run, Toy, assert_same, figur
 from layouts import build
 from lightning_mm5d import Modality, RemoteParameterError
 from lightning_mm5d.features.sharded_checkpoints.sharded_load import ShardedCheckpoint
-from lightning_mm5d.plan.data_shards import DataShards
-from lightning_mm5d.plan.holdings import Holdings
+from lightning_mm5d.plan.holdings import DataShards, Holdings
 from lightning_mm5d.plan.plan import Plan
 
 

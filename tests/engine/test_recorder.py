@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from lightning_mm5d.engine.engine import named
-from lightning_mm5d.engine.flight import Course
-from lightning_mm5d.engine.recorder import Recorder
+from lightning_mm5d.engine.flight import Course, Recorder
 from lightning_mm5d.engine.step import Step
 from lightning_mm5d.schedule import Action, Kind
 from lightning_mm5d.schedule.stage_key import StageKey

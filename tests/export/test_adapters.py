@@ -18,7 +18,7 @@ from export.families import Wrapped, build
 from export.test_huggingface_folder import assert_equal, outputs
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.export.huggingface_folder import ModelTensors, write_adapter
-from lightning_mm5d.features.huggingface_record.feature import describe
+from lightning_mm5d.features.huggingface_record import describe
 from lightning_mm5d.storage.files import StateDictSource
 
 # peft asks for a name that transformers is about to drop

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from export.families import FAMILIES, Wrapped, build
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.export.huggingface_folder import ModelTensors, write_model
-from lightning_mm5d.features.huggingface_record.feature import describe
+from lightning_mm5d.features.huggingface_record import describe
 from lightning_mm5d.storage.files import StateDictSource
 from zoo import CASES
 

@@ -21,7 +21,7 @@ from benchmarks.gpu import checks, nccl_groups, report, shared_gpu, supervisor  
 from benchmarks.gpu.checks import CHECKS, Check  # noqa: E402
 from benchmarks.gpu.machine import Machine  # noqa: E402
 from benchmarks.gpu.rows import Row  # noqa: E402
-from lightning_mm5d.sharded import renamed  # noqa: E402
+from lightning_mm5d.sharded import torch_internals  # noqa: E402
 
 FOUND: dict[str, Any] = {"gpus": [], "driver": "", "torch": "2", "cuda": "", "nccl": ""}
 MACHINE = Machine(is_dry=True, found=FOUND)
@@ -108,7 +108,7 @@ def test_every_collective_of_the_package_is_checked() -> None:
         for name in re.findall(r"\bdist\.([a-z_]*(?:all_|gather|scatter|reduce|broadcast)[a-z_]*)\(", path.read_text())
         if not name.endswith("_object")  # of host memory
     }
-    used |= {name for name in vars(renamed) if name.endswith("_single")}
+    used |= {name for name in vars(torch_internals) if name.endswith("_single")}
     assert used == set(nccl_groups.COLLECTIVES)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mm5d.gradients.flat import Flat, SideStream
+from lightning_mm5d.gradients.buckets import Flat, SideStream
 
 SIDE = SideStream(torch.device("cpu"))
 

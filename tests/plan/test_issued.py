@@ -11,7 +11,7 @@ from lightning_mm5d.config.checks import check
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import for_schedule
 from lightning_mm5d.layout import Layout
-from lightning_mm5d.plan.issued import Issued, check_messages
+from lightning_mm5d.plan.issued import Issued
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.topology import pairs_of
 from lightning_mm5d.schedule import SCHEDULES
@@ -67,7 +67,7 @@ def test_everything_that_ranks_issue_ends_on_every_kind_of_stream(seed: int) -> 
         plan, schedule = _plan(rng)
         frozen = {name for name in plan.modalities if rng.random() < 0.25}
         trained = frozenset(name for name in plan.sizes if name.rpartition(".")[0] not in frozen)
-        check_messages(plan, schedule, rng.choice([1, 2, 3, 5]), trained, forward_only=rng.random() < 0.2)
+        Issued(plan, schedule, rng.choice([1, 2, 3, 5]), trained, forward_only=rng.random() < 0.2).check()
 
 
 @pytest.mark.exhaustive
@@ -83,7 +83,7 @@ def test_ranks_that_share_a_replica_through_others_follow_one_schedule() -> None
     plan = sketched_plan(Layout.build(modalities, world_size=24, loss_modality="language"), modalities)
     assert any(len(plan.layout.replicas_of_rank(rank)) == 1 for rank in range(24))
     assert {plan.topology.connected_replicas(rank) for rank in range(24)} == {(0, 1, 2)}
-    check_messages(plan, "zero_bubble", 8, frozenset(plan.sizes))
+    Issued(plan, "zero_bubble", 8, frozenset(plan.sizes)).check()
 
 
 def test_a_payload_travels_between_ranks_whose_shares_overlap() -> None:

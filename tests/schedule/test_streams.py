@@ -18,7 +18,7 @@ from lightning_mm5d.schedule import (
     ScheduleError,
     build,
 )
-from lightning_mm5d.schedule.streams import MODELS, Operation, Step, check_streams
+from lightning_mm5d.schedule.issue_order import MODELS, Operation, Step, check_streams
 
 from .graphs import chain, chunked, random_graph, tree
 

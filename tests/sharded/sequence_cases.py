@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mm5d.context_parallel.balance.distributions import uniform, zigzag
+from lightning_mm5d.context_parallel.balance import uniform, zigzag
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.sequence import Holders, ShardedSequence, TokenSplit
 from lightning_mm5d.sharded.tensor import Sharded

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from lightning_mm5d.sharded.class_operations import cross_entropy
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.sharded.cross_entropy import cross_entropy
 from lightning_mm5d.sharded.tensor import Sharded, from_local
 from ranks import run_ranks
 

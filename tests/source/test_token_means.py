@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
-from lightning_mm5d.source.token_means import counting
+from lightning_mm5d.source.passed import counting
 from lightning_mm5d.source.trees import method_of
 from zoo import CASES
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_mm5d.sharded import sequence_ring
+from lightning_mm5d.sharded import sequence
 from lightning_mm5d.sharded.collectives import TensorGroup, dry_run
-from lightning_mm5d.sharded.sequence_ring import Hop, ring_gather, ring_sum_scattered
+from lightning_mm5d.sharded.sequence import Hop, ring_gather, ring_sum_scattered
 from ranks import run_ranks
 from tensor_parallel.layouts import Compared, check_all
 
@@ -32,13 +32,13 @@ def travels(module: L.LightningModule) -> None:
             super().__init__(group, sent, shape)
 
     def on_train_end() -> None:
-        sequence_ring.Hop = Hop  # type: ignore[misc]
+        sequence.Hop = Hop  # type: ignore[misc]
         if dist.is_initialized() and dist.get_world_size() > 1:
             hops = torch.tensor(len(HOPS))  # an encoder has none
             dist.all_reduce(hops, dist.ReduceOp.MAX)
             assert hops > 0, "rows were gathered at once"
 
-    sequence_ring.Hop = Noted  # type: ignore[misc]
+    sequence.Hop = Noted  # type: ignore[misc]
     module.on_train_end = on_train_end  # type: ignore[method-assign]
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torchmetrics.classification import BinaryAccuracy
 
-from lightning_mm5d.trainer import joined_metrics
-from lightning_mm5d.trainer.joined_metrics import JoinedMetrics
+from lightning_mm5d.trainer import metrics
 from lightning_mm5d.trainer.logs import LogCapture
+from lightning_mm5d.trainer.metrics import JoinedMetrics
 
 LOGITS = torch.tensor([0.4, 0.3, 0.2, 1.5])  # the first two alone would pass for probabilities
 LABELS = torch.tensor([1, 1, 0, 1])
@@ -31,7 +31,7 @@ def test_logits_of_a_batch_count_as_one() -> None:
 
 
 def test_what_is_too_large_counts_by_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined_metrics, "MOST_BYTES", 8)
+    monkeypatch.setattr(metrics, "MOST_BYTES", 8)
     parts = [BinaryAccuracy()(LOGITS[at], LABELS[at]) for at in (slice(2), slice(2, 4))]
     assert counted() == float(sum(parts)) / 2 == 0.25
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_mm5d.data.joining import BatchNumber, merge
-from lightning_mm5d.source.appends import appended_by_data
+from lightning_mm5d.source.loops import appended_by_data
 from lightning_mm5d.trainer.kept_values import KeptValues
 
 COUNT = "is summed as a count"

@@ -20,9 +20,9 @@ from lightning.pytorch.loops import _EvaluationLoop, _FitLoop
 
 from lightning_mm5d.config.errors import CheckpointCorruptError, RankLostError, repeated
 from lightning_mm5d.monitor.board import Board, machine
-from lightning_mm5d.monitor.losses import LAUNCHED_BY, SILENT_S, STOPPED_S, Losses
 from lightning_mm5d.monitor.monitor import Monitor
 from lightning_mm5d.monitor.stack import PHASES
+from lightning_mm5d.monitor.verdict import LAUNCHED_BY, SILENT_S, STOPPED_S, Losses
 from lightning_mm5d.trainer.guard import first_cause
 from lightning_mm5d.trainer.turns import Turns
 

@@ -36,22 +36,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_mm5d.context_parallel.exchange.local import Alone, Core, Local, nothing, precise
-from lightning_mm5d.context_parallel.exchange.ring import Ring
-from lightning_mm5d.context_parallel.exchange.transfers import Gather, SumScattered
-from lightning_mm5d.context_parallel.exchange.ulysses import Heads, joined, within
+from lightning_mm5d.context_parallel.exchange.ring import Alone, Core, Local, Ring, nothing, precise
+from lightning_mm5d.context_parallel.exchange.ulysses import Gather, Heads, SumScattered, joined, within
+from lightning_mm5d.context_parallel.masks.mask import Mask
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.kept_results import as_one
 from lightning_mm5d.sharded.sequence import TokenSplit
-
-if TYPE_CHECKING:
-    from lightning_mm5d.context_parallel.masks.mask import Mask
 
 STEP_BYTES = 8 * 2**20
 

@@ -15,7 +15,7 @@ It refuses (`ConfigError`) keys of earlier calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -27,29 +27,29 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.context_parallel.hooks.arguments import Arguments, names_of, replaced
-from lightning_mm5d.context_parallel.hooks.assignment import Assignment, Ranks
-from lightning_mm5d.context_parallel.hooks.interface import Interface
-from lightning_mm5d.context_parallel.hooks.layer_attention import Attention
+from lightning_mm5d.context_parallel.hooks.layer_attention import Attention, Interface
 from lightning_mm5d.context_parallel.hooks.layer_tensors import (
+    Arguments,
+    Assignment,
+    Ranks,
     local_argument,
     local_state,
+    names_of,
+    replaced,
     shard_entries,
     sharded_records,
     sharded_result,
 )
 from lightning_mm5d.context_parallel.hooks.layer_ways import LayerInput, LayerWays
-from lightning_mm5d.context_parallel.hooks.support import takes_products
-from lightning_mm5d.context_parallel.hooks.whole_modules import WholeCall, WholeModules
+from lightning_mm5d.context_parallel.hooks.whole_modules import WholeCall, WholeModules, takes_products
 from lightning_mm5d.context_parallel.masks.caches import Cache
 from lightning_mm5d.data.random_state import drawing_together
-from lightning_mm5d.partition.hidden_state import at, hidden_place
+from lightning_mm5d.partition.parts import at, hidden_place
 from lightning_mm5d.sharded.kept_results import unseen
 from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.sharded.sequence import ShardedSequence
 from lightning_mm5d.sharded.tensor import Sharded
-from lightning_mm5d.source.names import names
-from lightning_mm5d.source.trees import method_of
+from lightning_mm5d.source.trees import method_of, names
 from lightning_mm5d.tensor_parallel.region import Region, drops
 
 _BY_SIZE = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal}
@@ -94,9 +94,7 @@ class Draws(TorchFunctionMode):
         super().__init__()
         self._index, self._shape, self._device = index, shape, device
 
-    def __torch_function__(
-        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         shape = None
         if func in _BY_FIRST_ARGUMENT:

@@ -164,9 +164,7 @@ class ContextMask(Tensor):
         return torch.zeros((), dtype=self.dtype, device=allowed.device).masked_fill(~allowed, lowest)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _OF_SHAPE:
             return super().__torch_function__(func, types, args, kwargs)

@@ -1,19 +1,26 @@
-"""The attention of one modality's sharded layers: of this rank's tokens to the tokens of all ranks.
+"""The attention of sharded layers, of this rank's tokens to the tokens of all ranks, and how transformers calls it.
 
-Modules of these layers call it through transformers' interface (interface.py), or in place of torch's
+Modules of these layers call it through transformers' interface (`Interface`), or in place of torch's
 ``scaled_dot_product_attention`` (`TorchAttention`). Modules elsewhere that read the same config compute with the same
 kernel on what they are given.
 
 It refuses (`ConfigError`), at the first step at the latest, a bias of scores, dropout of attention weights, and keys
 of earlier calls (a cache).
+
+**Interface.** The configs of sharded layers name them; no model is patched. The model's own code makes each mask, which
+comes out as a `ContextMask`.
+
+Several modalities (an encoder and a decoder) and modules outside of sharded layers (a pooling head) may read one
+config. An `Interface` finds the attention of a module.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +28,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import (
+    add_offsets_to_mask_function,
+    and_masks,
+    causal_mask_function,
+    padding_mask_function,
+    prepare_padding_mask,
+)
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.context_parallel.exchange.attention import ContextGroups, Mode, context_attention, local_attention
 from lightning_mm5d.context_parallel.hooks.context_mask import ContextMask, StepMasks
-from lightning_mm5d.context_parallel.hooks.private_names import saved_tensor_hooks
+from lightning_mm5d.context_parallel.hooks.private_names import attention_name, name_attention, saved_tensor_hooks
 from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
-from lightning_mm5d.context_parallel.masks.mask import Mask
+from lightning_mm5d.context_parallel.masks.mask import Mask, MaskFunction
 from lightning_mm5d.sharded.kept_results import unseen
 from lightning_mm5d.sharded.sequence import TokenSplit
 from lightning_mm5d.sharded.tensor import Sharded
@@ -55,9 +70,7 @@ class TorchAttention(TorchFunctionMode):
         self._records = is_differentiated and torch.is_grad_enabled()
         self._hooks = saved_tensor_hooks() if self._records else None
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention or self._is_off():
             return func(*args, **(kwargs or {}))
         if self._is_checkpointed():
@@ -335,7 +348,9 @@ class Attention:
         """Whether each rank has whole segments of a packed sequence, so that no token attends to another rank's."""
         if bounds is None:
             return False
-        return self._recent.get(split, lambda: _whole_segments(split, self._host.of(bounds)), (bounds,))
+        # whether no rank has tokens of a segment whose other tokens are elsewhere
+        cuts = {edge for part in split.ranges for piece in part for edge in piece}
+        return self._recent.get(split, lambda: cuts <= {*self._host.of(bounds).tolist()}, (bounds,))
 
     def _check_lengths(self, query: Tensor, key: Tensor, mask: Mask, split: TokenSplit, crosses: bool) -> None:
         queries, keys, own = query.shape[2], key.shape[2], split.lengths[self._groups.whole.index]
@@ -350,15 +365,8 @@ class Attention:
             raise self._refusal("attention_mask", got, f"The layers work on {split.size} queries and {all_keys} keys")
 
     def _refusal(self, field: str, got: Any, rule: str) -> ConfigError:
-        return ConfigError(
-            f"modalities.{self._name}.cp_size", f"{field}={got}", rule, "Use cp_size=1, or leave it out of the model"
-        )
-
-
-def _whole_segments(split: TokenSplit, bounds: Tensor) -> bool:
-    """Whether no rank has tokens of a segment whose other tokens are elsewhere."""
-    cuts = {edge for part in split.ranges for piece in part for edge in piece}
-    return cuts <= {*bounds.tolist()}
+        fix = "Use cp_size=1, or leave it out of the model"
+        return ConfigError(f"modalities.{self._name}.cp_size", f"{field}={got}", rule, fix)
 
 
 def _by_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -370,3 +378,140 @@ def _by_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     width = min(q.shape[-1], k.shape[-1])
     score = (q[..., :width] * k[..., :width]).sum(-1, keepdim=True)
     return (v * score.tanh()).transpose(1, 2).contiguous()
+
+
+_NAME = "mm5d_context"
+_PACKED = "mm5d_context_flash"  # "flash" makes vision towers hand over packed images at once, with their boundaries
+
+
+class Interface:
+    """The attention of all modalities of one rank, as transformers calls it.
+
+    The registries cannot forget, so they hold it by a weak reference.
+
+    Attributes:
+        caches: of this session's context parallelism; `remove` clears them.
+    """
+
+    def __init__(self) -> None:
+        self.caches = Caches()
+        self._attention: list[tuple[Attention, set[int]]] = []
+        self._adds: set[int] = set()  # configs whose own attention adds its masks
+        self._named: dict[int, tuple[Any, str | None]] = {}  # configs by their id, and the attention of their own
+        own = weakref.ref(self)
+        for name in (_NAME, _PACKED):
+            AttentionInterface.register(name, partial(_attend, own))
+            AttentionMaskInterface.register(name, partial(_make_mask, own))
+
+    def add(self, attention: Attention, configs: Iterable[Any], packed: bool) -> None:
+        """Let layers compute with an attention.
+
+        Args:
+            attention: knows its modules.
+            configs: those that its modules and their masks read.
+            packed: whether its layers take the boundaries of packed sequences.
+        """
+        found = list(configs)
+        self._attention.append((attention, {id(config) for config in found}))
+        for config in found:
+            own = attention_name(config)
+            if own == "eager":
+                self._adds.add(id(config))
+            self._named.setdefault(id(config), (config, own))
+            _name(config, _PACKED if packed else _NAME)
+
+    def remove(self) -> None:
+        """Let the configs name what they named before."""
+        for config, name in self._named.values():
+            _name(config, name)
+        self._named.clear()
+        self._attention.clear()
+        self._adds.clear()
+        self.caches.clear()
+
+    def take(self) -> Any:
+        """Return what belongs to the microbatch that is computed: the attention that each config names."""
+        return [(config, attention_name(config)) for config, _ in self._named.values()]
+
+    def put(self, state: Any) -> None:
+        """Go on with the microbatch that `take` returned `state` of."""
+        for config, name in state:
+            if attention_name(config) != name:
+                _name(config, name)
+
+    @contextmanager
+    def left_alone(self, attention: Attention) -> Iterator[None]:
+        """Let the modules of `attention` attend as without context parallelism meanwhile."""
+        configs = next(ids for one, ids in self._attention if one is attention)
+        changed = [
+            (config, own, attention_name(config)) for key, (config, own) in self._named.items() if key in configs
+        ]
+        for config, own, _ in changed:
+            _name(config, own)
+        try:
+            with attention.off():
+                yield
+        finally:
+            for config, _, name in changed:
+                _name(config, name)
+
+    def attend(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """Attend as the modality of `module` does; the arguments are those of `Attention.attend`."""
+        known = [attention for attention, _ in self._attention]
+        of = next((one for one in known if one.knows(module)), None)
+        of = of or next((one for one in known if one.claims(module)), known[0])
+        return of.attend(module, *args, **kwargs)
+
+    @torch.compiler.disable
+    def make_mask(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        mask_function: MaskFunction = causal_mask_function,  # type: ignore[assignment]
+        attention_mask: Tensor | None = None,
+        device: torch.device | str = "cpu",
+        config: Any = None,
+        dtype: torch.dtype = torch.float32,
+        **kwargs: Any,
+    ) -> ContextMask:
+        """Make a mask and note it for the modalities that read `config`; the arguments are those of ``sdpa_mask``."""
+        padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        if padding is not None:
+            mask_function = and_masks(mask_function, padding_mask_function(padding))
+        if not (isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0):
+            mask_function = add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
+        shape = {"batch": batch_size, "q_length": q_length, "k_length": kv_length}
+        mask = Mask(mask_function, **shape, device=device, caches=self.caches)
+        for attention, configs in self._attention:
+            if id(config) in configs:
+                attention.masks.note(mask)
+        return ContextMask.of(mask, dtype if id(config) in self._adds else torch.bool)
+
+
+def _attend(own: Callable[[], Interface | None], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    interface = own()
+    assert interface is not None, "the session of this attention is closed"
+    return interface.attend(*args, **kwargs)
+
+
+def _make_mask(own: Callable[[], Interface | None], *args: Any, **kwargs: Any) -> ContextMask:
+    interface = own()
+    assert interface is not None, "the session of this mask is closed"
+    return interface.make_mask(*args, **kwargs)
+
+
+def _name(config: Any, name: str | None) -> None:
+    """Choose an attention for `config` alone; transformers sets its parts as well."""
+    parts = [(part, attention_name(part)) for part in _parts(config)]
+    name_attention(config, name)
+    for part, own in parts:
+        name_attention(part, own)
+
+
+def _parts(config: Any) -> list[Any]:
+    """The configs that a config sets together with itself."""
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    return [one for part in parts if part is not None for one in (part, *_parts(part))]

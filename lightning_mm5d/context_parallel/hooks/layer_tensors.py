@@ -1,32 +1,260 @@
-"""Tensors on their way into a sharded layer, as local ones, and out of it, as sharded ones.
+"""Tensors on their way into a sharded layer, as local ones, and out of it, as sharded ones; and which rank takes which.
 
-It refuses (`ConfigError`) results beside the hidden state that have a gradient and do not count tokens.
+**Assignment.** The split is decided when a full hidden state enters a layer, by the masks that were made for it. A
+hidden state that is sharded already keeps its split, so a layer that is computed again for its backward works on the
+same tokens.
 
-Turns what transformers records inside of sharded layers, such as router logits, into sharded tensors of all tokens.
+An encoder in mode ``items`` gives each rank whole items of its batch, or whole segments of a packed sequence, and no
+token leaves its rank. Where there are fewer items than ranks, sequences are split.
 
-A model that is asked for them (``output_router_logits``) records by hooks what such modules return. Inside of a sharded
-layer they return values of this rank's tokens, but the loss over routers must see all tokens.
+**Arguments.** Beside its hidden state ``[B, S, W]`` a layer takes rotary tables and positions, with an entry for each
+token, and others without, such as masks or the states of an encoder. All families of transformers use the same names.
+The dim of tokens is the last but one in tables and the last in indices. Names decide first, then shapes; running the
+layer on some of its tokens checks it (layer_ways.py).
 
-It refuses (`ConfigError`) records whose shape does not tell how they count tokens.
+**Results.** It refuses (`ConfigError`) results beside the hidden state that have a gradient and do not count tokens.
+
+**Records.** What transformers records inside of sharded layers, such as router logits, becomes sharded tensors of all
+tokens. A model that is asked for them (``output_router_logits``) records by hooks what such modules return. Inside of a
+sharded layer they return values of this rank's tokens, but the loss over routers must see all tokens. It refuses
+(`ConfigError`) records whose shape does not tell how they count tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.context_parallel.hooks.arguments import Arguments, item_dim, token_dim
-from lightning_mm5d.context_parallel.hooks.assignment import Assigned
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.context_parallel.balance import by_items, distribute
+from lightning_mm5d.context_parallel.exchange.attention import ContextGroups
+from lightning_mm5d.context_parallel.hooks.layer_attention import Call
 from lightning_mm5d.context_parallel.hooks.private_names import collector
-from lightning_mm5d.context_parallel.masks.caches import Cache
-from lightning_mm5d.sharded.sequence import ShardedSequence
-from lightning_mm5d.sharded.sequence_operations import is_tokens
+from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
+from lightning_mm5d.partition.parts import Place
+from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.sequence import Holders, ShardedSequence, TokenSplit, is_tokens
 from lightning_mm5d.sharded.tensor import Sharded
+
+_OF_ANOTHER = ("encoder_hidden_states", "cross_attention_states", "key_value_states", "kv_states", "cu_seqlens")
+_MASK_BY_TOKEN = "full_text_row_masked_out_mask"
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the positional arguments of a bound forward."""
+    try:
+        found = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(one.name for one in found if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD))
+
+
+def token_dim(name: str, x: Tensor, size: int) -> int | None:
+    """Return the dim of `x` that counts the `size` tokens of a sequence, from the last; None where none does."""
+    if name in _OF_ANOTHER or ("mask" in name and name != _MASK_BY_TOKEN):
+        return None
+    if "bias" in name:  # of scores
+        return None
+    if x.is_floating_point() or x.is_complex():
+        return -2 if x.dim() >= 2 and x.shape[-2] == size else None
+    return -1 if x.dim() and x.shape[-1] == size else None
+
+
+def item_dim(name: str, x: Tensor, size: int, ndim: int) -> int | None:
+    """Return the first dim of `x`, from the last, where it counts the `size` items of a batch; None where it does not.
+
+    Args:
+        name: of the argument.
+        x: its value.
+        size: items in the batch.
+        ndim: dims of the hidden state.
+    """
+    batched = x.dim() >= ndim or (x.dim() >= 2 and not x.is_floating_point())
+    return -x.dim() if batched and x.shape[0] == size and "cu_seqlens" not in name else None
+
+
+def replaced(
+    call: Arguments, names: tuple[str, ...], change: Callable[[str, Any], Any], hidden: Place, state: Any
+) -> Arguments:
+    """Return the arguments with `state` for the hidden state, and the others changed.
+
+    Args:
+        call: what the layer was given.
+        names: of its positional arguments.
+        change: takes a name and a value that is no list or tuple; it gets their entries, and dicts as they are.
+        hidden: place of the hidden state.
+        state: the new hidden state.
+    """
+
+    def walk(name: str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and any(isinstance(one, (Tensor, list, tuple)) for one in value):
+            parts = [walk(name, one) for one in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return change(name, value)
+
+    args = tuple(
+        state if hidden == (0, index) else walk(names[index] if index < len(names) else "", value)
+        for index, value in enumerate(call.args)
+    )
+    kwargs = {name: state if hidden == (1, name) else walk(name, value) for name, value in call.kwargs.items()}
+    return Arguments(args, kwargs)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that share a modality's layers with this one.
+
+    Attributes:
+        context: its context parallel ranks.
+        sharing: these and their tensor parallel ranks, which run fastest.
+        tensor: its tensor parallel ranks; None where it has none.
+    """
+
+    context: ContextGroups
+    sharing: TensorGroup
+    tensor: TensorGroup | None = None
+
+    @property
+    def groups(self) -> list[TensorGroup]:
+        """All groups in which sharded layers communicate."""
+        found = (self.context.whole, self.context.inner, self.context.outer, self.sharing, self.tensor)
+        return [group for group in found if group is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class Assigned:
+    """The sharded input of one call of a layer.
+
+    Attributes:
+        sequence: its tokens or items, held as the hidden state's are.
+        dim: the sharded dim of the hidden state, from the last: -2 for tokens, less for items.
+        call: what the attention needs to know.
+    """
+
+    sequence: ShardedSequence
+    dim: int
+    call: Call
+
+
+class Assignment:
+    """Assigns the tokens of one modality's layers to its ranks.
+
+    Args:
+        modality: its configuration.
+        ranks: that share its layers.
+        averages: whether the gradient of a leaf belongs to a parameter whose mean over ranks is taken in the end.
+        work: what the queries of each block cost, of the number of tokens and the size of a block.
+        caches: of the session, which keep its splits.
+    """
+
+    def __init__(
+        self,
+        modality: Modality,
+        ranks: Ranks,
+        averages: Callable[[Tensor], bool],
+        work: Callable[[int, int], Tensor],
+        caches: Caches,
+    ) -> None:
+        self._by_items, self._distribution = modality.context.cp_mode == "items", modality.context.cp_distribution
+        self._work, self._splits, self._host = work, caches.tokens, caches.host
+        self._degree = ranks.context.whole.size
+        self._holders = Holders(ranks.context.whole, self._degree, averages)
+        if ranks.tensor is not None:
+            self._holders.finer = Holders(ranks.sharing, self._degree, averages, ranks.tensor, coarser=self._holders)
+        self._shards_tokens = modality.tensor.sequence_parallel and ranks.tensor is not None
+        self._least = ranks.sharing.size // self._degree  # tokens of a rank that its tensor parallel ranks can share
+        self._sequences: weakref.WeakValueDictionary[Any, ShardedSequence] = weakref.WeakValueDictionary()
+        self._recent = Cache(4)
+
+    def clear(self) -> None:
+        """Drop what is known of packed sequences."""
+        self._recent.clear()
+
+    def of(self, state: Tensor, kwargs: Mapping[str, Any]) -> Assigned | None:
+        """Return how a layer's hidden state is sharded; None where every rank works on all of it.
+
+        Args:
+            state: ``[..., S, W]``, full or sharded.
+            kwargs: of the layer; ``cu_seqlens`` are the boundaries of a packed sequence ``[n + 1]``.
+        """
+        if self.holds(state):
+            return _assigned(state.group, state.sharded_dim)  # type: ignore[attr-defined]
+        if self._by_items and state.dim() > 2 and state.shape[0] >= self._degree:
+            items = distribute("uniform", state.shape[0], self._degree, _no_work, self._splits)
+            return _assigned(self._sequence(items, self._holders), -state.dim())
+        split = self._split(state, kwargs.get("cu_seqlens")) if state.dim() > 1 else None
+        if split is None:
+            return None
+        sequence = self._sequence(split, self._holders)
+        shards_tokens = self._shards_tokens and min(split.lengths) >= self._least
+        return _assigned(sequence.finer if shards_tokens else sequence, -2)
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether `x` is sharded over this modality's ranks; another modality's sequences lie on other ranks."""
+        return isinstance(x, Sharded) and is_tokens(x.group) and x.group.coarser.holders is self._holders
+
+    def described(self, description: Any) -> ShardedSequence:
+        """Return the sequence that a peer described by `ShardedSequence.description`."""
+        size, ranges = description
+        split = TokenSplit.of(ranges, size)
+        holders = self._holders if split.ranks == self._degree else self._holders.finer
+        assert holders is not None
+        return self._sequence(split, holders)
+
+    def _split(self, state: Tensor, bounds: Tensor | None) -> TokenSplit | None:
+        """Each rank's tokens; None for sequences that are too short for all ranks to take part."""
+        size, degree = state.shape[-2], self._degree
+        if size < degree:
+            return None
+        work = partial(self._work, size)
+        if bounds is not None:
+            lengths: list[int] = self._recent.get("lengths", lambda: self._host.of(bounds).diff().tolist(), (bounds,))
+            work = partial(_work_of_segments, lengths)
+            if self._by_items and len(lengths) >= degree:
+                items = by_items(lengths, [length * (length + state.shape[-1]) for length in lengths], degree)
+                if min(items.lengths):
+                    return items
+        split = distribute(self._distribution, size, degree, work, self._splits)
+        return split if min(split.lengths) else distribute("uniform", size, degree, work, self._splits)
+
+    def _sequence(self, split: TokenSplit, holders: Holders) -> ShardedSequence:
+        found = self._sequences.get(split)
+        if found is None:
+            known = self._splits.get(split, lambda: split)  # one object for equal splits, with what was made of it
+            found = self._sequences[split] = ShardedSequence(known, holders)
+        return found
+
+
+def _assigned(sequence: ShardedSequence, dim: int) -> Assigned:
+    return Assigned(sequence, dim, Call(sequence.coarse if dim == -2 else None))
+
+
+def _work_of_segments(lengths: list[int], block: int) -> Tensor:
+    """What the queries of each block of a packed sequence cost, int64 ``[ceil(S / block)]``."""
+    per_token = torch.repeat_interleave(torch.tensor(lengths), torch.tensor(lengths))
+    padded = torch.nn.functional.pad(per_token, (0, -len(per_token) % block))
+    return padded.view(-1, block).sum(1)
+
+
+def _no_work(block: int) -> Tensor:
+    raise AssertionError("a uniform split does not ask for it")
+
 
 _OF_LAYERS = "hidden_states"  # recorded after a layer has returned, sharded by then
 

@@ -24,14 +24,27 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.context_parallel.hooks.arguments import Arguments, item_dim, replaced, token_dim
-from lightning_mm5d.context_parallel.hooks.assignment import Assigned, Ranks
 from lightning_mm5d.context_parallel.hooks.layer_attention import Attention, Call
-from lightning_mm5d.context_parallel.hooks.layer_tensors import nothing
-from lightning_mm5d.context_parallel.hooks.support import BATCH_NORMS, Mixers, Reader
-from lightning_mm5d.context_parallel.hooks.whole_modules import Dims, Key, Surveying, WholeModules
+from lightning_mm5d.context_parallel.hooks.layer_tensors import (
+    Arguments,
+    Assigned,
+    Ranks,
+    item_dim,
+    nothing,
+    replaced,
+    token_dim,
+)
+from lightning_mm5d.context_parallel.hooks.whole_modules import (
+    BATCH_NORMS,
+    Dims,
+    Key,
+    Mixers,
+    Reader,
+    Surveying,
+    WholeModules,
+)
 from lightning_mm5d.data.random_state import kept_random_state
-from lightning_mm5d.partition.hidden_state import at, hidden_place
+from lightning_mm5d.partition.parts import at, hidden_place
 from lightning_mm5d.sharded.collectives import in_one_piece
 from lightning_mm5d.sharded.kept_results import unseen
 from lightning_mm5d.sharded.tensor import Sharded

@@ -39,7 +39,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,11 +48,8 @@ from torch.nn.functional import pad
 from torch.torch_version import TorchVersion
 
 from lightning_mm5d.config.errors import private
-from lightning_mm5d.context_parallel.masks.tiles import EMPTY, FULL, PARTIAL, TILE
+from lightning_mm5d.context_parallel.masks.mask import EMPTY, FULL, PARTIAL, TILE, Tiles
 from lightning_mm5d.sharded.host_copies import on_device
-
-if TYPE_CHECKING:
-    from lightning_mm5d.context_parallel.masks.tiles import Tiles
 
 WORD = 32  # bits
 AT_ONCE = 64  # tiles that are packed together

@@ -35,17 +35,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_mm5d.context_parallel.kernels import cpu, flex
-from lightning_mm5d.context_parallel.masks.tiles import FULL, PARTIAL, TILE
-
-if TYPE_CHECKING:
-    from lightning_mm5d.context_parallel.masks.tiles import Tiles
+from lightning_mm5d.context_parallel.masks.mask import FULL, PARTIAL, TILE, Tiles
 
 MIXED_PAIRS = 1024 * 1024
 LONG = 4  # tiles without a mask that are worth a call of their own

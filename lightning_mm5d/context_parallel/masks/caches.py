@@ -1,7 +1,7 @@
 """Caches of context parallelism: one type, and the set of them that a session owns.
 
-`hooks.interface.Interface` makes a `Caches` for its session and clears it at the end; masks and their tiles carry it to
-the kernels. Results that depend on a single object live on that object instead (`Tiles.kept`, `TokenSplit.kept`).
+`hooks.layer_attention.Interface` makes a `Caches` for its session and clears it at the end; masks and their tiles carry
+it to the kernels. Results that depend on a single object live on that object instead (`Tiles.kept`, `TokenSplit.kept`).
 """
 
 from __future__ import annotations

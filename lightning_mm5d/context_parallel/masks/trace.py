@@ -285,9 +285,7 @@ class _Marked(Tensor):
     tracer: _Tracer
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for argument in (*args, *kwargs.values()):
             for one in argument if isinstance(argument, (tuple, list)) else (argument,):

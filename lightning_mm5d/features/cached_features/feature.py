@@ -65,7 +65,7 @@ from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.payload import NotSent, Packer, rebuild, tensors_in
 from lightning_mm5d.stage.runtime import Runtime
-from lightning_mm5d.stage.taint import mark_dependent
+from lightning_mm5d.stage.taps import mark_dependent
 from lightning_mm5d.stage.written import attributes, written
 from lightning_mm5d.storage.tensor_file import TensorFile, TensorFileWriter
 from lightning_mm5d.storage.tensor_header import Entry

@@ -36,7 +36,7 @@ from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.features.compressed_communication.fields import Kind, communication_of
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.sharded.collectives import TensorGroup, Wait, owned, waits_on_device, with_length
-from lightning_mm5d.sharded.renamed import all_gather_single
+from lightning_mm5d.sharded.torch_internals import all_gather_single
 
 BLOCK = 128
 _LARGEST = 0.99  # of a dtype's largest number: from there on a number is a mask

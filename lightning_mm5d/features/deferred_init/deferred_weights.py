@@ -127,12 +127,9 @@ class DeferredWeights:
             return self.starts if random_state is None else random_state
         for mine, other in zip(self.starts, random_state, strict=True):
             if not torch.equal(mine, other):
-                raise ConfigError(
-                    "configure_model",
-                    f"{self.read_by} of a random value, with another random state than that of rank 0",
-                    "What the module is built of depends on the value, so ranks must draw the same",
-                    "Call seed_everything before the Trainer is made",
-                )
+                got = f"{self.read_by} of a random value, with another random state than that of rank 0"
+                rule = "What the module is built of depends on the value, so ranks must draw the same"
+                raise ConfigError("configure_model", got, rule, "Call seed_everything before the Trainer is made")
         return self.starts
 
 
@@ -169,12 +166,9 @@ def filling(module: nn.Module) -> Sink:
 def _fill(tensor: Tensor, value: Tensor) -> None:
     """Give a tensor without memory its value, in place, so that all who hold it see it."""
     if not _swapped(tensor, _like(tensor, value)):
-        raise ConfigError(
-            "configure_model",
-            f"a tensor of shape {tuple(tensor.shape)} in a plain attribute, to which torch itself keeps references",
-            "Such a tensor cannot be made in place",
-            "Register it as a buffer, or its layer as a submodule",
-        )
+        got = f"a tensor of shape {tuple(tensor.shape)} in a plain attribute, to which torch itself keeps references"
+        rule = "Such a tensor cannot be made in place"
+        raise ConfigError("configure_model", got, rule, "Register it as a buffer, or its layer as a submodule")
 
 
 def _swapped(tensor: Tensor, new: Tensor) -> bool:

@@ -24,8 +24,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lightning_mm5d.config.errors import CheckpointCorruptError, CheckpointUntrustedError, ConfigError, private
-from lightning_mm5d.config.imported import imported
+from lightning_mm5d.config.errors import (
+    CheckpointCorruptError,
+    CheckpointUntrustedError,
+    ConfigError,
+    imported,
+    private,
+)
 from lightning_mm5d.features.deferred_init.recipe import Recipe, Stored, TracedTensor
 from lightning_mm5d.storage.files import Region
 from lightning_mm5d.storage.tensor_file import TensorFile

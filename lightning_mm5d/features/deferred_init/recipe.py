@@ -233,9 +233,7 @@ class TracedTensor(torch.Tensor):
     __torch_function__ = private(torch._C, "_disabled_torch_function_impl")
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # All results are on the CPU, wherever the loader would have placed them.
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "device"}
         if func._schema.is_mutable:

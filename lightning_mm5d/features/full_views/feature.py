@@ -33,7 +33,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError, RankMismatchError, RemoteParameterError
-from lightning_mm5d.expert_parallel.expert_layer import parameters_of
+from lightning_mm5d.expert_parallel import parameters_of
 from lightning_mm5d.features.full_views.full_states import (
     Awaited,
     FullStates,
@@ -48,8 +48,8 @@ from lightning_mm5d.sharded.remote_value import Placeholder, is_remote, plain
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
-from lightning_mm5d.trainer.hidden_gradients import is_stand_in, stand_in
 from lightning_mm5d.trainer.optimization import SUMMED_LATE, is_summed_late
+from lightning_mm5d.trainer.sharing_guards import is_stand_in, stand_in
 
 _KINDS: tuple[Kind, ...] = ("values", "gradients", "states")
 _DTYPES = (
@@ -303,7 +303,10 @@ class _FullViews(Attached):
                 self._check_shape(form)
             for form in self._forms if self._opened else ():
                 if not issubclass(form.kind, Placeholder):
-                    self._take_back(form)
+                    if "values" in self._opened:
+                        self._exchange.cut(form.name, form.parameter.data, form.data)
+                    if "gradients" in self._opened:
+                        self._take_gradient(form)
 
     def _check_shape(self, form: _Form) -> None:
         parameter = form.parameter
@@ -312,13 +315,6 @@ class _FullViews(Attached):
                 got = f"{kind} of shape {tuple(tensor.shape)}"
                 raise ConfigError(form.name, got, f"Its shape is {form.shape}", "Keep the shape of parameters in hooks")
 
-    def _take_back(self, form: _Form) -> None:
-        """Cut what the full tensors are now to this rank's part."""
-        if "values" in self._opened:
-            self._exchange.cut(form.name, form.parameter.data, form.data)
-        if "gradients" in self._opened:
-            self._take_gradient(form)
-
     def _take_gradient(self, form: _Form) -> None:
         new, local = form.parameter.grad, self._local_gradient(form)
         if is_stand_in(new):
@@ -326,9 +322,8 @@ class _FullViews(Attached):
         if new is not None:
             if self._waits(form):
                 rule = "Gradients of an accumulation are summed over ranks at its last batch"
-                raise ConfigError(
-                    f"{form.name}.grad", "a gradient set before", rule, "Set it in on_before_optimizer_step"
-                )
+                fix = "Set it in on_before_optimizer_step"
+                raise ConfigError(f"{form.name}.grad", "a gradient set before", rule, fix)
             if local is None:
                 one = self._shared.get(form.parameter)
                 whole = one is not None and one.is_whole

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_mm5d.plan.data_shards import DataShards
-from lightning_mm5d.plan.holdings import Holding, Holdings, Part, narrowed
+from lightning_mm5d.plan.holdings import DataShards, Holding, Holdings, Part, narrowed
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import TELLING, plain
 

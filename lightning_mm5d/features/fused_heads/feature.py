@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.features.fused_heads.lazy_logits import Head, lazy_logits, settle
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.class_operations import Columns
 from lightning_mm5d.sharded.removable import Removable
-from lightning_mm5d.sharded.sequence_operations import is_tokens
+from lightning_mm5d.sharded.sequence import is_tokens
 from lightning_mm5d.sharded.tensor import Sharded
-from lightning_mm5d.sharded.vocabulary_shard import Columns
 from lightning_mm5d.stage import Runtime
 from lightning_mm5d.trainer.feature import Feature
 

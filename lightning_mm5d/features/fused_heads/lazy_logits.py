@@ -35,12 +35,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_mm5d.config.errors import ConfigError, private
+from lightning_mm5d.sharded.class_operations import (
+    Columns,
+    check_targets,
+    cross_entropy,
+    padded_linear,
+    padded_rows,
+    without_padding,
+)
 from lightning_mm5d.sharded.collectives import exchange
-from lightning_mm5d.sharded.cross_entropy import check_targets, cross_entropy
-from lightning_mm5d.sharded.sequence_operations import is_tokens, reduced_losses
+from lightning_mm5d.sharded.sequence import is_tokens, reduced_losses
 from lightning_mm5d.sharded.tensor import WRITING, NotYetComputed, Sharded, as_sharded, from_local, functions_named
 from lightning_mm5d.sharded.torch_internals import as_plain_tensors, version_of
-from lightning_mm5d.sharded.vocabulary_shard import Columns, padded_linear, padded_rows, without_padding
 
 Pointwise = Callable[[Tensor], Tensor]
 
@@ -278,9 +284,7 @@ class LazyLogits(NotYetComputed):
         return self._found is None and (torch.is_grad_enabled() or not _requires_grad(self))
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _TOLD:
             with as_plain_tensors():
@@ -304,9 +308,7 @@ class LazyLogits(NotYetComputed):
         return result
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # only what bypasses torch functions comes here; its gradient goes to `_Unseen`
         def values(lazy: LazyLogits) -> Tensor:
             found = lazy.computed()

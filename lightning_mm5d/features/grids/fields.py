@@ -58,9 +58,8 @@ def _check(field: str, modality: Modality) -> None:
         below = max((q for q in range(2, 1025) if _ranks(mode, q, depth) <= size), default=2)
         near = sorted({_ranks(mode, below, depth), _ranks(mode, below + 1, depth)})
         rule = f"The ranks of tp_mode={mode!r} form a grid of {made} with q of at least 2"
-        raise ConfigError(
-            f"{field}.tp_size", size, rule, f"The nearest are {one_of(near)}; any number fits tp_mode='1d'"
-        )
+        fix = f"The nearest are {one_of(near)}; any number fits tp_mode='1d'"
+        raise ConfigError(f"{field}.tp_size", size, rule, fix)
     refused = {
         "sequence_parallel": (modality.tensor.sequence_parallel, "Hidden states are in blocks on all ranks already"),
         "cp_size": (modality.cp_size if modality.cp_size > 1 else None, "A grid shards samples, not sequences"),

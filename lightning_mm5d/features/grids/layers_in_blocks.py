@@ -42,13 +42,11 @@ from lightning_mm5d.features.grids.called import PRODUCT, around, called
 from lightning_mm5d.features.grids.grid_layers import GridChecks, GridLayers, GridPlan
 from lightning_mm5d.features.grids.grid_operations import Line, Norm, norm_of, normed
 from lightning_mm5d.partition import Partition
-from lightning_mm5d.partition.hidden_state import with_state
-from lightning_mm5d.partition.parts import is_in
+from lightning_mm5d.partition.parts import is_in, with_state
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.tensor_parallel.region import Region
-from lightning_mm5d.tensor_parallel.resolve import Division, LayersInBlocks
-from lightning_mm5d.tensor_parallel.units import OwnHeads
+from lightning_mm5d.tensor_parallel.resolve import Division, LayersInBlocks, OwnHeads
 
 
 class _Alone:
@@ -341,9 +339,8 @@ def _layers_of(root: nn.Module, partition: Partition, modality: str, shape: Grid
     path = partition.layers[modality]
     if path is None:
         rule = f"The layers on a grid are those of a list of layers, and {modality!r} has none"
-        raise ConfigError(
-            f"modalities.{modality}.tensor.tp_mode", shape.mode, rule, "Use tp_mode='1d' for this modality"
-        )
+        fix = "Use tp_mode='1d' for this modality"
+        raise ConfigError(f"modalities.{modality}.tensor.tp_mode", shape.mode, rule, fix)
     return [f"{path}.{name}" for name, _ in root.get_submodule(path).named_children()]
 
 

@@ -48,8 +48,7 @@ from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import settled
 from lightning_mm5d.sharded.removable import put
-from lightning_mm5d.source.names import names, reached
-from lightning_mm5d.source.trees import tree_of
+from lightning_mm5d.source.trees import names, reached, tree_of
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import map_tensors, unsharded
 from lightning_mm5d.trainer.feature import Attached, Feature, Running

@@ -27,9 +27,8 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_mm5d.config.errors import ConfigError, private
-from lightning_mm5d.features.offload.host_memory import SMALLEST, HostMemory, Stored, free_memory, gib
-from lightning_mm5d.features.offload.moves import Moves, own_names
-from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.features.offload.moves import SMALLEST, HostMemory, Moves, Stored, free_memory, gib, own_names
+from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.trainer.feature import Attached, Feature, Running

@@ -15,15 +15,29 @@ Lightning calls it after `Strategy.setup`. A module that resizes embeddings ther
 parameters that no rank holds.
 
 Refuses optimizers whose update of a value depends on others, where ranks hold parts of these.
+
+**Optimizers** are tried out. Whether an optimizer's update of a value depends on other values: tried out on small
+parameters of the same class. Ranks hold parts of the parameters, with stages, or parts of each, with tensor
+parallelism. An optimizer that looks at others, such as a norm over all gradients, would do something else on each rank
+without a word. A new optimizer of the same class takes a few steps on two matrices, then again with other gradients for
+one part; what moves elsewhere shows. Where its constructor takes other arguments, a copy of the optimizer takes these
+steps. An optimizer around others (lookahead, averaging) depends on what any of them depends on.
+
+It does not try one that needs a closure, or keeps tensors or modules outside of its groups and state.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import functools
+import inspect
+import io
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -33,18 +47,160 @@ from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mm5d.checkpoint.optimizer_state import names_of
 from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
 from lightning_mm5d.config.groups import path_of, value_of
-from lightning_mm5d.features.refusals.optimizer_probe import dependence
-from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.data.random_state import CPU, kept_random_state, seed_all
+from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.source.names import names
-from lightning_mm5d.source.trees import decorated, method_of, tree_of
+from lightning_mm5d.source.trees import decorated, method_of, names, tree_of
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
+
+_SIZE, _STEPS = 72, 4  # optimizers of 8 bits leave tensors of up to 4096 elements as they are
+_OURS = ("params", "param_names")
+
+
+class Dependence(NamedTuple):
+    """What an update depends on.
+
+    Attributes:
+        on_parameters: whether on gradients of other parameters.
+        on_elements: whether on gradients of other elements of the same parameter.
+    """
+
+    on_parameters: bool
+    on_elements: bool
+
+
+def dependence(optimizer: Optimizer) -> Dependence | None:
+    """Return what the updates of an optimizer of this class and settings depend on; None where it cannot be tried."""
+    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer) and value is not optimizer]
+    tried = [_tried(one) for one in (optimizer, *inner)]
+    found = [one for one in tried if one is not None]
+    # what one part is found to depend on holds, whatever the others do
+    if not found or (len(found) < len(tried) and not any(map(any, found))):
+        return None
+    return Dependence(any(one.on_parameters for one in found), any(one.on_elements for one in found))
+
+
+def remade(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer | None:
+    """Return an optimizer of the same class with other parameters and the settings of `group`, without state.
+
+    None where neither its constructor nor a copy of it takes them.
+    """
+    for make in (_new, _copied):
+        try:
+            with redirect_stdout(io.StringIO()):
+                return make(optimizer, group, parameters)
+        except Exception:  # whatever a class of somebody else's does with what it did not expect
+            continue
+    return None
+
+
+def _tried(optimizer: Optimizer) -> Dependence | None:
+    groups: list[Mapping[str, Any]] = []
+    for group in optimizer.param_groups:
+        if not any(_same_settings(group, other) for other in groups):
+            groups.append(group)
+    for make in (_new, _copied):
+        try:
+            with kept_random_state(CPU), redirect_stdout(io.StringIO()):
+                found = [_of_group(make, optimizer, group) for group in groups]
+        except Exception:  # whatever a class of somebody else's does with what it did not expect
+            continue
+        return Dependence(any(one.on_parameters for one in found), any(one.on_elements for one in found))
+    return None
+
+
+def _same_settings(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    keys = (group.keys() | other.keys()) - set(_OURS)
+    return all(key in group and key in other and group[key] is other[key] for key in keys)
+
+
+def _of_group(make: Callable[..., Optimizer], optimizer: Optimizer, group: Mapping[str, Any]) -> Dependence:
+    half = _SIZE // 2
+
+    def updated(change: Callable[[list[Tensor]], Any]) -> list[Tensor]:
+        return _updated(lambda parameters: make(optimizer, group, parameters), change)
+
+    before = updated(lambda grads: grads)
+    other = updated(lambda grads: grads[1].mul_(1000).add_(1))
+    right = updated(lambda grads: grads[0][:, half:].mul_(1000).add_(1))
+    below = updated(lambda grads: grads[0][half:].mul_(1000).add_(1))
+    return Dependence(
+        on_parameters=not torch.equal(before[0], other[0]),
+        on_elements=not torch.equal(before[0][:, :half], right[0][:, :half])
+        or not torch.equal(before[0][:half], below[0][:half]),
+    )
+
+
+def _updated(make: Callable[[list[nn.Parameter]], Optimizer], change: Callable[[list[Tensor]], Any]) -> list[Tensor]:
+    """Return two matrices after some steps of a new optimizer with gradients as `change` leaves them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def matrices() -> list[Tensor]:
+        return [torch.randn(_SIZE, _SIZE, generator=generator) for _ in range(2)]
+
+    parameters = [nn.Parameter(matrix) for matrix in matrices()]
+    seed_all(0)
+    probe = make(parameters)
+    if callable(train := getattr(probe, "train", None)):  # those without a schedule of their own step in this mode only
+        train()
+    with torch.enable_grad():
+        for _ in range(_STEPS):
+            grads = matrices()
+            change(grads)
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad
+            probe.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def _new(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+    """Return a new optimizer of the same class, with the settings of `group`, on the CPU."""
+    known = inspect.signature(type(optimizer).__init__).parameters
+    settings = _settings(group)
+    defaults = {key: settings.get(key, value) for key, value in optimizer.defaults.items() if key in known}
+    return type(optimizer)([{**settings, "params": parameters}], **defaults)
+
+
+def _copied(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+    """Return a copy of an optimizer with other parameters, without state and hooks."""
+    probe = copy.copy(optimizer)  # of what torch's own state holds
+    own = {name: value for name, value in vars(optimizer).items() if name not in vars(probe)}
+    # a scheduler puts a `step` in front that belongs to the original
+    own = {name: value for name, value in own.items() if not (callable(value) and hasattr(type(optimizer), name))}
+    _check_plain(own)
+    group = {**_settings(group), "params": parameters}
+    vars(probe).update(copy.deepcopy(own), state=defaultdict(dict), param_groups=[group])
+    return probe
+
+
+def _check_plain(value: Any) -> None:
+    """Refuse values that may hold a part of the model, whose copy would be large or would change it.
+
+    Raises:
+        TypeError: it holds something other than plain values in containers, functions and classes.
+    """
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        for one in value:
+            _check_plain(one)
+    elif not isinstance(value, bool | int | float | str | FunctionType | type | torch.dtype | torch.device | None):
+        raise TypeError
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {key: value for key, value in group.items() if key not in _OURS}
+    # implementations for a device or a graph update the same, and a warm-up may begin with nothing
+    settings |= {key: False for key in ("fused", "capturable") if settings.get(key)}
+    if "lr" in settings and (isinstance(settings["lr"], Tensor) or settings["lr"] == 0):
+        settings["lr"] = 0.1
+    return settings
 
 
 class Refusals(Feature):
@@ -73,19 +229,13 @@ class Refusals(Feature):
         """Refuse callbacks that keep a mask of the module's parameters, where ranks hold parts of it."""
         for callback in callbacks:
             if isinstance(callback, ModelPruning) and (plan.division.shards or DataShards(plan).exist):
-                raise ConfigError(
-                    "callbacks",
-                    type(callback).__name__,
-                    "It works on full parameters, and ranks that share them have parts of each",
-                    "Leave it out, or use tp_size=1 and zero_stage=0",
-                )
+                rule = "It works on full parameters, and ranks that share them have parts of each"
+                fix = "Leave it out, or use tp_size=1 and zero_stage=0"
+                raise ConfigError("callbacks", type(callback).__name__, rule, fix)
             if isinstance(callback, ModelPruning) and (not plan.topology.is_replicated or DataShards(plan).exist):
-                raise ConfigError(
-                    "callbacks",
-                    type(callback).__name__,
-                    "It reads all parameters on every rank, and ranks hold parts of them",
-                    "Leave it out, or use one stage (colocate all modalities, pp_size=1) and zero_stage=0",
-                )
+                rule = "It reads all parameters on every rank, and ranks hold parts of them"
+                fix = "Leave it out, or use one stage (colocate all modalities, pp_size=1) and zero_stage=0"
+                raise ConfigError("callbacks", type(callback).__name__, rule, fix)
 
     def attach(self, running: Running) -> Attached | None:
         """Refuse optimizers of a fit, and have its `on_fit_start` watched."""
@@ -143,18 +293,15 @@ def _check_norms(module: pl.LightningModule, plan: Plan) -> None:
     parts = plan.division.shards or DataShards(plan).exist
     if plan.topology.is_replicated and not parts:
         return
-    if found := _norm_in(type(module), "backward"):
-        raise ConfigError(
-            f"{type(module).__name__}.backward",
-            found,
-            "It takes the norm of the gradients of one rank, before they are summed over ranks",
-            "Do it in on_after_backward or on_before_optimizer_step, which see full gradients",
-        )
+    if found := _norm_in(type(module)):
+        rule = "It takes the norm of the gradients of one rank, before they are summed over ranks"
+        fix = "Do it in on_after_backward or on_before_optimizer_step, which see full gradients"
+        raise ConfigError(f"{type(module).__name__}.backward", found, rule, fix)
 
 
-def _norm_in(cls: type, hook: str) -> str:
-    """Return the name of what takes a norm in a hook, "" where nothing does or where its source is unknown."""
-    for function in _called(cls, hook):
+def _norm_in(cls: type) -> str:
+    """Return the name of what takes a norm in `backward`, "" where nothing does or where its source is unknown."""
+    for function in _called(cls):
         named = names(function, variables=False) or frozenset()
         for name in sorted(named):
             if name in _CLIPS or (name == "grad_norm" and "strategy" not in named and _is_lightnings(function)):
@@ -164,9 +311,9 @@ def _norm_in(cls: type, hook: str) -> str:
     return ""
 
 
-def _called(cls: type, hook: str) -> Iterator[FunctionType]:
-    """Yield the functions of a hook, and those that it names: methods of the same class, and functions beside it."""
-    waiting, seen = [getattr(cls, hook, None)], set[Any]()
+def _called(cls: type) -> Iterator[FunctionType]:
+    """Yield the functions of `backward`, and those that it names: methods of the class, and functions beside it."""
+    waiting, seen = [getattr(cls, "backward", None)], set[Any]()
     while waiting:
         for function in decorated(waiting.pop()):
             if function in seen or function.__module__.startswith(("lightning.", "torch.")):
@@ -232,12 +379,11 @@ def _check_routers(module: nn.Module, plan: Plan) -> None:
             field = "cp_size" if axes.cp > 1 else "sequence_parallel"
             said = value_of(plan.modalities[name], field)
             if axes.pp > 1 and said not in (1, False):
-                raise ConfigError(
-                    f"modalities.{name}.{path_of(field)}",
-                    said,
-                    "What the routers of some tokens return does not cross from stage to stage (output_router_logits)",
-                    f"Leave {field} unset, use pp_size=1, or set output_router_logits to False in the model's config",
+                rule = (
+                    "What the routers of some tokens return does not cross from stage to stage (output_router_logits)"
                 )
+                fix = f"Leave {field} unset, use pp_size=1, or set output_router_logits to False in the model's config"
+                raise ConfigError(f"modalities.{name}.{path_of(field)}", said, rule, fix)
 
 
 def _check_prefix_tuning(module: pl.LightningModule, plan: Plan) -> None:
@@ -250,12 +396,11 @@ def _check_prefix_tuning(module: pl.LightningModule, plan: Plan) -> None:
     axes = plan.layout.axes[plan.partition.loss_modality]
     for field, size in (("pp_size", axes.pp), ("tp_size", axes.tp), ("cp_size", axes.cp)):
         if size > 1:
-            raise ConfigError(
-                f"modalities.{plan.partition.loss_modality}.{field}",
-                size,
-                "Prefix tuning (peft.PrefixTuningConfig) has keys and values for all heads of all layers in one table",
-                "Use 1, or peft.LoraConfig in its place",
+            rule = (
+                "Prefix tuning (peft.PrefixTuningConfig) has keys and values for all heads of all layers in one table"
             )
+            fix = "Use 1, or peft.LoraConfig in its place"
+            raise ConfigError(f"modalities.{plan.partition.loss_modality}.{field}", size, rule, fix)
 
 
 # by name, where one cannot be tried
@@ -302,22 +447,18 @@ def check_optimizers(running: Running) -> None:
                 stacklevel=7,
             )
         if edges and mixes:
-            raise ConfigError(
-                "configure_optimizers",
-                type(inner).__name__,
-                "Its update of a parameter depends on all others, and ranks of several stages hold parts of them",
-                "Use an optimizer that works by parameter, such as AdamW, or one stage (colocate all, pp_size=1)",
-            )
+            rule = "Its update of a parameter depends on all others, and ranks of several stages hold parts of them"
+            fix = "Use an optimizer that works by parameter, such as AdamW, or one stage (colocate all, pp_size=1)"
+            raise ConfigError("configure_optimizers", type(inner).__name__, rule, fix)
         mixes = mixes or (tried.on_elements if tried else not names.isdisjoint(_OVER_FULL_MATRICES))
         if (shards or shares) and mixes:
             ranks = "tensor parallel ranks" if shards else "ranks that share a copy"
-            raise ConfigError(
-                "configure_optimizers",
-                type(inner).__name__,
-                f"Its update of an element depends on the full matrix, and {ranks} have parts of it",
+            rule = f"Its update of an element depends on the full matrix, and {ranks} have parts of it"
+            fix = (
                 f"Use an optimizer that works by element, such as AdamW, or {'tp_size=1' if shards else ''}"
-                f"{' and ' if shards and shares else ''}{'zero_stage=0' if shares else ''}",
+                f"{' and ' if shards and shares else ''}{'zero_stage=0' if shares else ''}"
             )
+            raise ConfigError("configure_optimizers", type(inner).__name__, rule, fix)
 
 
 def _check_sparse(optimizer: Optimizer, module: pl.LightningModule, plan: Plan) -> None:
@@ -328,12 +469,9 @@ def _check_sparse(optimizer: Optimizer, module: pl.LightningModule, plan: Plan) 
     names = (known.get(id(one), "") for group in optimizer.param_groups for one in group["params"])
     names = (name for name in names if name in plan.partition.owners and len(plan.ownership.ranks_holding(name)) > 1)
     if name := next(names, None):
-        raise ConfigError(
-            "configure_optimizers",
-            type(optimizer).__name__,
-            f"It takes sparse gradients alone, and ranks sum dense gradients of {name}",
-            "Use an optimizer of dense gradients, such as AdamW, or one replica and one tensor parallel rank",
-        )
+        rule = f"It takes sparse gradients alone, and ranks sum dense gradients of {name}"
+        fix = "Use an optimizer of dense gradients, such as AdamW, or one replica and one tensor parallel rank"
+        raise ConfigError("configure_optimizers", type(optimizer).__name__, rule, fix)
 
 
 FEATURE = Refusals

@@ -95,7 +95,7 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointCorruptError: it is missing or damaged, or names files outside of the directory.
     """
     path = folder / MANIFEST
-    text = read_whole(path, _LIMIT, follow=False)
+    text = read_whole(path, _LIMIT)
     start = len(_HEAD % 0)
     body = text[start : -len(_TAIL)]
     if text != (_HEAD % zlib.crc32(body)).encode() + body + _TAIL.encode():
@@ -232,7 +232,7 @@ class CheckpointDirectory:
             CheckpointCorruptError: the file is missing, damaged, too large, or not in the manifest.
         """
         path, written = self._file(name)
-        data = read_whole(path, limit, follow=False)
+        data = read_whole(path, limit)
         if WrittenFile.of(data) != written:
             raise corrupt(path, "its content differs from what was written")
         return data

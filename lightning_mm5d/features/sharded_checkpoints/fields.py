@@ -24,6 +24,5 @@ def check(fields: Mapping[str, Any]) -> None:
         raise ConfigError("checkpoint.async_checkpoint", wanted, "It is true or false", "Use True or False")
     if wanted and fields.get("checkpoint_format", "full") != "sharded":
         rule = "Only sharded checkpoints are written while training goes on"
-        raise ConfigError(
-            "checkpoint.async_checkpoint", wanted, rule, 'Set checkpoint_format="sharded" too, or leave it unset'
-        )
+        fix = 'Set checkpoint_format="sharded" too, or leave it unset'
+        raise ConfigError("checkpoint.async_checkpoint", wanted, rule, fix)

@@ -150,12 +150,9 @@ class SavedOptimizerState(StoredStates):
         parts += [f"It has {', '.join(sorted(lost)[:3])}, which this optimizer has not"] if lost else []
         if not parts:
             parts = [f"Its groups have {sizes} parameters, or others in each, and here they have {list(map(len, own))}"]
-        raise ConfigError(
-            "checkpoint.optimizer_states",
-            f"a state of {len(self.labels)} parameters",
-            ". ".join(parts),
-            "Make the same groups of the same trainable parameters, or load the weights alone",
-        )
+        rule = ". ".join(parts)
+        fix = "Make the same groups of the same trainable parameters, or load the weights alone"
+        raise ConfigError("checkpoint.optimizer_states", f"a state of {len(self.labels)} parameters", rule, fix)
 
     @override
     def parts(self, index: int) -> tuple[TensorSource, Mapping[str, str], Mapping[str, Any]]:

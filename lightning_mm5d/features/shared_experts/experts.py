@@ -14,8 +14,7 @@ from torch import nn
 from lightning_mm5d.config.errors import ConfigError, nearest, one_of
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.engine.run_groups import Groups, Wishes
-from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer
-from lightning_mm5d.expert_parallel.expert_lookup import LISTS, ExpertParallelPlan, Found, find_plans
+from lightning_mm5d.expert_parallel import LISTS, ExpertLayer, ExpertParallelPlan, Found, find_plans
 from lightning_mm5d.features.shared_experts.held_experts import (
     ExpertGroups,
     adapters_around,
@@ -25,7 +24,7 @@ from lightning_mm5d.features.shared_experts.held_experts import (
 from lightning_mm5d.features.shared_experts.shared_experts import SharedExperts
 from lightning_mm5d.features.shared_experts.token_exchange import TokenGroup
 from lightning_mm5d.partition import Partition
-from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import TensorGroup
 
@@ -62,13 +61,12 @@ def find_experts(root: nn.Module, partition: Partition, modalities: Mapping[str,
         names = [name for name, _ in root.get_submodule(path).named_parameters(path)]
         for modality in partition.users(*names) & degrees.keys():
             cls = type(root.get_submodule(path)).__name__
-            raise ConfigError(
-                f"modalities.{modality}.ep_size",
-                degrees[modality],
-                f"{path} ({cls}) seems to hold experts, and nothing says how tokens come to them",
+            rule = f"{path} ({cls}) seems to hold experts, and nothing says how tokens come to them"
+            fix = (
                 f"Say it by register_expert_parallel_plan({cls!r}, ExpertParallelPlan(...)); None as the plan leaves "
-                "it whole; or use ep_size=1",
+                "it whole; or use ep_size=1"
             )
+            raise ConfigError(f"modalities.{modality}.ep_size", degrees[modality], rule, fix)
     for name, degree in degrees.items():
         if not any(layer.modality == name for layer in found.values()):
             rule = f"{name!r} has no experts that are known, which ranks could share"
@@ -89,13 +87,12 @@ def _layer(root: nn.Module, one: Found, modality: str, fields: Modality) -> Expe
     ]
     if number is None or wrong or not names:
         what = f"{wrong[0]} of shape {list(shapes[wrong[0]])}" if wrong else type(experts).__name__
-        raise ConfigError(
-            f"modalities.{modality}.ep_size",
-            degree,
+        rule = (
             f"{one.path} has {number or 'no number of'} experts, with equal parts of the first dim of every tensor; "
-            f"got {what}",
-            "Name the attribute with their number in its ExpertParallelPlan, or use ep_size=1",
+            f"got {what}"
         )
+        fix = "Name the attribute with their number in its ExpertParallelPlan, or use ep_size=1"
+        raise ConfigError(f"modalities.{modality}.ep_size", degree, rule, fix)
     if one.plan is None and fields.cp_size > 1:
         rule = (
             f"{one.path} calls each expert where its tokens need it, and ranks of one sequence must call the same ones"

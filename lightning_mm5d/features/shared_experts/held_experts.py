@@ -19,11 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.imported import imported
+from lightning_mm5d.config.errors import ConfigError, imported
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer, Products
-from lightning_mm5d.expert_parallel.expert_lookup import LISTS
+from lightning_mm5d.expert_parallel import LISTS, ExpertLayer, Products
 from lightning_mm5d.features.shared_experts.token_exchange import Lengths, Round, TokenGroup
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.removable import put
@@ -68,9 +66,8 @@ def check_adapters(adapters: Mapping[str, nn.Module], name: str, modality: Modal
             raise ConfigError(f"modalities.{name}.tensor.expert_tp_size", modality.tensor.expert_tp_size, rule, "Use 1")
         if modality.sharding.reshard_after_forward:
             rule = f"The factors of the adapter on {path} are used where the layer does not run, for tokens of others"
-            raise ConfigError(
-                f"modalities.{name}.sharding.reshard_after_forward", True, rule, "Use False, or no adapter there"
-            )
+            fix = "Use False, or no adapter there"
+            raise ConfigError(f"modalities.{name}.sharding.reshard_after_forward", True, rule, fix)
 
 
 class Adapters:

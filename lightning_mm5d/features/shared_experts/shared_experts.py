@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.random_state import torch_states
-from lightning_mm5d.expert_parallel.expert_layer import Context, ExpertLayer, Load, Products, Showing
+from lightning_mm5d.expert_parallel import Context, ExpertLayer, Load, Products, Showing
 from lightning_mm5d.features.shared_experts.held_experts import Adapters, ExpertGroups, HeldExperts, adapters_around
 from lightning_mm5d.features.shared_experts.token_exchange import (
     BACKWARD,
@@ -72,9 +72,7 @@ class AwaitedResult(Tensor):
         return self._found
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
         if func in _TOLD:
@@ -88,9 +86,7 @@ class AwaitedResult(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError(f"{func} takes a result of experts that is still under way; clone it before")
 
 

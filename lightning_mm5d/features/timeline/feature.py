@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.engine.recorder import Recorder
+from lightning_mm5d.engine.flight import Recorder
 from lightning_mm5d.features.timeline.drawing import SECONDS, chrome_trace, draw
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, AnySchedule, Graph, Kind, Schedule, Simulation, Span, measured, simulate

@@ -39,9 +39,8 @@ def check(fields: Mapping[str, Any]) -> None:
 def _check_file(path: str | os.PathLike[str], file: Path) -> None:
     if file.suffix not in (".json", ".png", ".svg", ".pdf"):
         rule = "A timeline is a picture (.png, .svg, .pdf) or a Chrome trace (.json)"
-        raise ConfigError(
-            "timeline", path, rule, f"Use {(file.with_suffix('.json').name if file.name else 'a.json')!r}"
-        )
+        fix = f"Use {(file.with_suffix('.json').name if file.name else 'a.json')!r}"
+        raise ConfigError("timeline", path, rule, fix)
     if file.suffix != ".json" and find_spec("matplotlib") is None:
         rule = "Pictures are drawn by matplotlib, which is not installed"
         raise ConfigError("timeline", path, rule, "Install lightning_mm5d[plot], or use a .json file")

@@ -216,6 +216,5 @@ def _check_speeds(name: str, modality: Modality, modalities: Mapping[str, Modali
         raise ConfigError(field, speeds, rule, f"Use for instance {[1.0] * count}")
     for index, speed in enumerate(speeds):
         if isinstance(speed, bool) or not isinstance(speed, int | float) or not 0 < speed < math.inf:
-            raise ConfigError(
-                f"{field}[{index}]", speed, "A speed is a positive, finite number", "Use for instance 1.0"
-            )
+            rule = "A speed is a positive, finite number"
+            raise ConfigError(f"{field}[{index}]", speed, rule, "Use for instance 1.0")

@@ -16,7 +16,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.batches import LoaderBatches
 from lightning_mm5d.data.microbatch import copied
-from lightning_mm5d.features.refusals.optimizer_probe import dependence, remade
+from lightning_mm5d.features.refusals.feature import dependence, remade
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.tools.cli.job import Job
 from lightning_mm5d.tools.cli.terminal import reason

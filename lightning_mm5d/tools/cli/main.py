@@ -94,7 +94,7 @@ def _attempt(command: Callable[[], int | None], *errors: type[Exception], untrus
 
 
 def _train(arguments: Sequence[str]) -> None:
-    from lightning_mm5d.tools.cli.training import train  # imports torch
+    from lightning_mm5d.tools.cli.job import train  # imports torch
 
     train(arguments)
 

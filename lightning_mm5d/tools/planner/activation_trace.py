@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.data.random_state import kept_random_state
 from lightning_mm5d.partition import Partition
-from lightning_mm5d.partition.hidden_state import at, hidden_place
+from lightning_mm5d.partition.parts import at, hidden_place
 from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.tensor_parallel.resolve import Division
 from lightning_mm5d.tools.planner.hollow_tensors import GROUPED, HollowTensors

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.partition.costs import Unit, costed
-from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule, simulate
 from lightning_mm5d.schedule.stage_key import StageKey

@@ -53,9 +53,8 @@ def sketched_plan(layout: Layout, modalities: Mapping[str, Modality], *, v_shape
     for name, modality in modalities.items():
         if modality.pipeline.pipelines is not None:
             rule = "Which stages unlike pipelines have is known of a model's layers, and there is no model"
-            raise ConfigError(
-                f"modalities.{name}.pipeline.pipelines", modality.pipeline.pipelines, rule, "Name a model beside it"
-            )
+            fix = "Name a model beside it"
+            raise ConfigError(f"modalities.{name}.pipeline.pipelines", modality.pipeline.pipelines, rule, fix)
     stages = {
         name: tuple(StageCut(name, index, index, index + 1) for index in range(modality.num_cuts))
         for name, modality in modalities.items()

@@ -27,7 +27,7 @@ from torch import nn
 
 from lightning_mm5d.partition import StageCut
 from lightning_mm5d.partition.costs import Kept
-from lightning_mm5d.plan.data_shards import DataShard, DataShards
+from lightning_mm5d.plan.holdings import DataShard, DataShards
 from lightning_mm5d.plan.issued import why_apart
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sums import summed_by

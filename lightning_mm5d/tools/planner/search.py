@@ -27,13 +27,13 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.groups import OF_MODALITY, PipelineTemplate, path_of, value_of, with_fields
 from lightning_mm5d.config.modality import Modality, decoders_of
 from lightning_mm5d.config.tables import memory_text
-from lightning_mm5d.features.auto_schedule.schedules import lower_bound
+from lightning_mm5d.features.auto_schedule import lower_bound
 from lightning_mm5d.features.shared_experts.experts import find_experts
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import partition
 from lightning_mm5d.partition.costs import costed, kept_of, step_costs
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.tensor_parallel.division import divide
+from lightning_mm5d.tensor_parallel.plan_lookup import divide
 from lightning_mm5d.tensor_parallel.resolve import Division
 from lightning_mm5d.tools.planner.layout_costs import LayoutCosts, Link, StepTime
 from lightning_mm5d.tools.planner.placements import Space, configured, layer_costs, plain, recomputing, replica_graph

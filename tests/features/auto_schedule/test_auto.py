@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.features.auto_schedule.schedules import lower_bound
+from lightning_mm5d.features.auto_schedule import lower_bound
 from lightning_mm5d.schedule import ScheduleError, build, simulate, validate
 from lightning_mm5d.schedule.greedy import Pipeline
 from schedule.graphs import case, chain, chunked, random_graph, tree

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from lightning_mm5d.features.auto_schedule.schedules import lower_bound
+from lightning_mm5d.features.auto_schedule import lower_bound
 from lightning_mm5d.schedule import Graph, Node, build, simulate
 from schedule.graphs import chain, chunked, random_graph, tree
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import MODEL_MAPPING, PretrainedConfig
 
+from lightning_mm5d.features.deferred_init.construction import initialize_meta
 from lightning_mm5d.features.deferred_init.deferred_weights import tensors_of
-from lightning_mm5d.features.deferred_init.initializers import initialize_meta
 
 from .construction import assert_as_ever, assert_equal_modules, materialized, seed_all
 

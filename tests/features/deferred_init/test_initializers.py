@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.features.deferred_init import journal
-from lightning_mm5d.features.deferred_init.initializers import initialize_meta
+from lightning_mm5d.features.deferred_init.construction import initialize_meta
 from lightning_mm5d.features.deferred_init.recorded import Memory
 from zoo import CASES
 

@@ -8,9 +8,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_mm5d.data.order_states import Epoch, order_of
-from lightning_mm5d.data.samplers import drawn
-from lightning_mm5d.features.elastic.remaining import rest_of_shards
+from lightning_mm5d.data.samplers import Epoch, drawn, order_of
+from lightning_mm5d.features.elastic import rest_of_shards
 
 COUNT = 40
 

@@ -17,7 +17,7 @@ from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
 from features.toys import CLASSES, PAIR, WIDTH, Layout, Run, Toy, alone
-from lightning_mm5d.features.first_batch.feature import FirstBatchChecks
+from lightning_mm5d.features.first_batch import FirstBatchChecks
 from ordinary.uses import Memory
 from ranks import call_ranks
 
@@ -168,7 +168,7 @@ def test_a_number_that_microbatches_log_otherwise_than_the_batch_is_told_of_once
 def _unchecked(rank: int, world: int) -> dict[str, list[str]]:
     found = {}
     for name, count in (("a mean", 2), ("a sum with noise", 2), ("a sum with noise", 1), ("code for four samples", 2)):
-        with patch("lightning_mm5d.features.first_batch.feature._log.info") as info, warnings.catch_warnings():
+        with patch("lightning_mm5d.features.first_batch._log.info") as info, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             run = Run(LAYOUTS[world], {"num_microbatches": count})
             run.trainer(max_steps=2, use_distributed_sampler=False).fit(Lossy(name), run.loader(16, 4 * count))

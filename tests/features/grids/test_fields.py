@@ -10,7 +10,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.groups import path_of
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.features.grids.fields import grid_side
-from lightning_mm5d.schedule.fields import check_fields
+from lightning_mm5d.schedule.builders import check_fields
 
 
 def checked(**fields: Any) -> None:

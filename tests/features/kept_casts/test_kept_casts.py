@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from features.test_precision import Precise, Singles
 from features.toys import LANGUAGE, PIPE, VISION, Layout, Run, assert_same, weights
 from lightning_mm5d import ConfigError, Modality
-from lightning_mm5d.features.kept_casts.feature import CastingOnce
+from lightning_mm5d.features.kept_casts import CastingOnce
 from ranks import run_ranks
 
 ONE = Layout({"model": Modality()}, 1)

@@ -12,9 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.features.offload import host_memory
-from lightning_mm5d.features.offload.host_memory import HostMemory, SavedActivations, free_memory
-from lightning_mm5d.features.offload.moves import OffloadedParameters, long_flights, most_away
+from lightning_mm5d.features.offload import moves
+from lightning_mm5d.features.offload.moves import (
+    HostMemory,
+    OffloadedParameters,
+    SavedActivations,
+    free_memory,
+    long_flights,
+    most_away,
+)
 from lightning_mm5d.schedule import Action, Kind
 from lightning_mm5d.schedule.stage_key import StageKey
 
@@ -174,7 +180,7 @@ def test_a_host_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     free = free_memory()
     assert free is not None
     assert free > 0
-    monkeypatch.setattr(host_memory, "free_memory", lambda: 2**30)
+    monkeypatch.setattr(moves, "free_memory", lambda: 2**30)
     memory = HostMemory(CPU, 4)
     memory.check_room("modalities.vision.memory.offload", 2**28, "saved activations")
     with pytest.raises(ConfigError, match=r"4 ranks of this host would keep 2 GiB .* has 1 GiB free"):

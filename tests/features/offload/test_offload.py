@@ -11,9 +11,9 @@ from features.toys import PIPE, SHARED, TWINS, Layout, Run, Toy, assert_same, fi
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.groups import with_fields
-from lightning_mm5d.features.offload import feature, host_memory
+from lightning_mm5d.features.offload import feature, moves
 from lightning_mm5d.features.offload.fields import check
-from lightning_mm5d.features.offload.host_memory import HostMemory, Stored
+from lightning_mm5d.features.offload.moves import HostMemory, Stored
 
 ALL = ("activations", "optimizer", "parameters")
 
@@ -97,7 +97,7 @@ def moved(run: Run) -> int:
 
 @pytest.fixture
 def emptied(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host_memory, feature):
+    for module in (moves, feature):
         monkeypatch.setattr(module, "SMALLEST", 16)
     monkeypatch.setattr("lightning_mm5d.features.offload.feature.HostMemory", Emptied)
 

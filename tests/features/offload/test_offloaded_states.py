@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_mm5d import Modality
 from lightning_mm5d.features.offload.feature import OffloadedStates
-from lightning_mm5d.features.offload.host_memory import HostMemory
+from lightning_mm5d.features.offload.moves import HostMemory
 from lightning_mm5d.plan.plan import Plan
 
 LAYERS, BYTES = 6, 32 * 32 * 4

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from lightning_mm5d.features.refusals.optimizer_probe import Dependence, dependence
+from lightning_mm5d.features.refusals.feature import Dependence, dependence
 
 NOTHING, ELEMENTS, ALL = Dependence(False, False), Dependence(False, True), Dependence(True, True)
 

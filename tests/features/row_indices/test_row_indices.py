@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from features.toys import CLASSES, PIPE, Layout, Run, Toy, assert_same, outcomes, together, weights
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.data.microbatch import Microbatch
-from lightning_mm5d.features.row_indices.feature import RowIndices
+from lightning_mm5d.features.row_indices import RowIndices
 
 TWO_PARTS = Layout({"language": Modality()}, 1)
 """one rank with the whole model"""

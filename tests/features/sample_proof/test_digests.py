@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_mm5d.features.sample_proof.feature import digests
+from lightning_mm5d.features.sample_proof import digests
 
 
 @dataclass

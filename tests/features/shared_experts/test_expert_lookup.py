@@ -8,8 +8,7 @@ from torch import nn
 
 from lightning_mm5d import ExpertParallelPlan, Modality, register_expert_parallel_plan
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer
-from lightning_mm5d.expert_parallel.expert_lookup import find_plans
+from lightning_mm5d.expert_parallel import ExpertLayer, find_plans
 from lightning_mm5d.features.shared_experts.experts import find_experts
 from lightning_mm5d.partition import partition
 from zoo.case import TinyModule

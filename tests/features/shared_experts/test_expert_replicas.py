@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nccl_order
-from lightning_mm5d.data_parallel.shared_parameter import SharedParameter
+from lightning_mm5d.data_parallel.shared_parameters import SharedParameter
 from ranks import call_ranks
 
 from .replicas import Layout, check, train

@@ -22,8 +22,8 @@ from features.shared_experts.expert_case import BATCHED
 from features.shared_experts.families import FAMILIES
 from host_reads import HostReads
 from lightning_mm5d import Modality
-from lightning_mm5d.expert_parallel.expert_layer import Load
-from lightning_mm5d.features.device_figures.feature import LoadFigures
+from lightning_mm5d.expert_parallel import Load
+from lightning_mm5d.features.device_figures import LoadFigures
 from lightning_mm5d.layout.even_split import even_ranges
 from parity.harness import fit, strategy
 from ranks import call_ranks

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compare import State
 from lightning_mm5d.config.errors import ConfigError, RankMismatchError
-from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer
+from lightning_mm5d.expert_parallel import ExpertLayer
 from lightning_mm5d.features.shared_experts.held_experts import ExpertGroups
 from lightning_mm5d.features.shared_experts.shared_experts import SharedExperts
 from lightning_mm5d.features.shared_experts.token_exchange import BACKWARD, FORWARD, Rounds, TokenGroup, Wish

@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import ModelSummary
 
 from features.toys import LANGUAGE, PIPE, VISION, Run, Toy, together
 from lightning_mm5d import Modality
-from lightning_mm5d.features.start_summary import feature as start_summary
-from lightning_mm5d.features.start_summary.feature import summary
+from lightning_mm5d.features import start_summary
+from lightning_mm5d.features.start_summary import summary
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.plan.plan import Plan
 

@@ -10,8 +10,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.loader import shard_loader
-from lightning_mm5d.data.order_states import Epoch
-from lightning_mm5d.features.elastic.remaining import rest_of_shards
+from lightning_mm5d.data.samplers import Epoch
+from lightning_mm5d.features.elastic import rest_of_shards
 
 
 def batches(count: int, shares: tuple[int, ...], *, drop_last: bool = False, shuffle: bool = True) -> list[Any]:

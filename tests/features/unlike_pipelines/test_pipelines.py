@@ -16,7 +16,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.groups import PipelineTemplate, path_of
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.features.unlike_pipelines.pipelines import completed
-from lightning_mm5d.schedule.fields import check_fields
+from lightning_mm5d.schedule.builders import check_fields
 
 TEMPLATE = PipelineTemplate(stages=[1, 1])
 

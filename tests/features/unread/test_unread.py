@@ -12,7 +12,7 @@ from torch import Tensor
 
 from features.toys import PAIR, PIPE, TWINS, Layout, Run, Toy, alone, assert_same, together, weights
 from lightning_mm5d.data.waiting import Waiting
-from lightning_mm5d.features.unread.feature import UnreadTensors
+from lightning_mm5d.features.unread import UnreadTensors
 from lightning_mm5d.strategy import MultimodalStrategy
 
 

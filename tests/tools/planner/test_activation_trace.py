@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d import Modality
-from lightning_mm5d.features.refusals.optimizer_probe import remade
+from lightning_mm5d.features.refusals.feature import remade
 from lightning_mm5d.partition import partition
-from lightning_mm5d.tensor_parallel.division import divide
+from lightning_mm5d.tensor_parallel.plan_lookup import divide
 from lightning_mm5d.tools.planner.activation_trace import trace
 from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates
 from zoo import CASES

@@ -13,7 +13,7 @@ from features.shared_experts.families import FAMILIES
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.tables import as_text
-from lightning_mm5d.features.refusals.optimizer_probe import remade
+from lightning_mm5d.features.refusals.feature import remade
 from lightning_mm5d.partition import partition
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.tensor_parallel.resolve import Division

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from features.toys import LANGUAGE, VISION, Layout, Run, Samples, Toy
 from lightning_mm5d import Modality
-from lightning_mm5d.features.refusals.optimizer_probe import remade
+from lightning_mm5d.features.refusals.feature import remade
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.tools.planner.activation_trace import trace
 from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates

@@ -10,10 +10,19 @@ import pytest
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_mm5d.context_parallel.hooks.support import Reader
-from lightning_mm5d.source.names import class_names, forward_names, mentions, names
+from lightning_mm5d.context_parallel.hooks.whole_modules import Reader
 from lightning_mm5d.source.reads import reads, weights_read
-from lightning_mm5d.source.trees import decorated, function_of, method_of, own_functions, tree_of
+from lightning_mm5d.source.trees import (
+    class_names,
+    decorated,
+    forward_names,
+    function_of,
+    mentions,
+    method_of,
+    names,
+    own_functions,
+    tree_of,
+)
 from lightning_mm5d.tensor_parallel.region import drops
 
 

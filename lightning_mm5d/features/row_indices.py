@@ -14,7 +14,7 @@ It does not see indices that code computes from such a field otherwise than by m
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,9 +84,7 @@ class RowIndices(TorchFunctionMode):
             elif isinstance(value, (list, tuple)) and value and all(type(one) is int for one in value):
                 self._lists[id(value)] = name
 
-    def __torch_function__(
-        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         name = name if name.startswith("__") else name.removesuffix("_")

@@ -25,8 +25,7 @@ from lightning_mm5d.checkpoint.module_state import equalize, restore_full, tenso
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.random_state import CPU, kept_random_state
 from lightning_mm5d.data_parallel.main_parameters import computing_dtypes, widen
-from lightning_mm5d.plan.data_shards import DataShards
-from lightning_mm5d.plan.holdings import Holdings
+from lightning_mm5d.plan.holdings import DataShards, Holdings
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import Guard, is_remote, marked

@@ -25,8 +25,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError, private
-from lightning_mm5d.config.imported import imported
+from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError, imported, private
 from lightning_mm5d.trainer.feature import Feature
 from lightning_mm5d.trainer.resume import KEY
 

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import DeviceStatsMonitor
 
-from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
-from lightning_mm5d.engine.recorder import Recorder
-from lightning_mm5d.expert_parallel.expert_layer import Load
+from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course, Recorder
+from lightning_mm5d.expert_parallel import Load
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 

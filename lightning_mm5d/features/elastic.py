@@ -22,16 +22,21 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.config.features import part_of
-from lightning_mm5d.data.order_states import RANDOM, SEED, Epoch, Segment, batch_size_of, set_generator_states
 from lightning_mm5d.data.samplers import (
     MOVABLE,
+    RANDOM,
+    SEED,
     WRAPPERS,
+    Epoch,
     EpochOrder,
+    Segment,
     ShardOrder,
+    batch_size_of,
     drawing_from,
     drawn,
     leaf_of,
     placed,
+    set_generator_states,
 )
 
 
@@ -201,10 +206,9 @@ def _without(items: list[Any], consumed: Counter[Any]) -> list[Any]:
 
 
 def _unrepeatable(indices: Any, segments: Sequence[Segment], num_shards: int, what: str) -> ConfigError:
-    return ConfigError(
-        "dataloader",
-        f"{type(indices).__name__} with {num_shards} replicas, and before {segments[-1][0]}",
+    got = f"{type(indices).__name__} with {num_shards} replicas, and before {segments[-1][0]}"
+    rule = (
         f"This epoch was begun with another number of replicas or another batch size, and {what} cannot be drawn again "
-        "to find what is left",
-        "Keep both, or go on from a checkpoint of the end of an epoch",
+        "to find what is left"
     )
+    return ConfigError("dataloader", got, rule, "Keep both, or go on from a checkpoint of the end of an epoch")

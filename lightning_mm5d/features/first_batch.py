@@ -49,6 +49,7 @@ from lightning_mm5d.trainer.user_step import UserStep
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
+
 _ROUNDING, _LOW_ROUNDING = 5e-5, 1e-2  # relative; in half precision and tf32, batches of unlike sizes round unlike
 _LEAST = 0.01  # of these, what two losses of one microbatch may differ by; and of 1, what is small
 _DROPOUTS = frozenset(

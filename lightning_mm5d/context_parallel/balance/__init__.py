@@ -1,1 +1,0 @@
-"""Which context parallel rank is assigned which tokens."""

@@ -1,1 +1,0 @@
-"""The schedule ``auto``, which is searched for."""

@@ -1,1 +1,0 @@
-"""Averages of weights that callbacks compute, cut as the module is."""

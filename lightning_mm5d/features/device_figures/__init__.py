@@ -1,1 +1,0 @@
-"""Figures of all ranks for Lightning's `DeviceStatsMonitor`."""

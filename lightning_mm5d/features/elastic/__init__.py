@@ -1,1 +1,0 @@
-"""Epochs that go on in another layout than they began in."""

@@ -1,1 +1,0 @@
-"""What the first batch of a run shows of its losses and frozen weights."""

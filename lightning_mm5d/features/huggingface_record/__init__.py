@@ -1,1 +1,0 @@
-"""What a checkpoint says about the Hugging Face models in it."""

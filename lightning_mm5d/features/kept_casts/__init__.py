@@ -1,1 +1,0 @@
-"""Copies that autocast makes of weights, kept over the microbatches of a step."""

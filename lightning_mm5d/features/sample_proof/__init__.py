@@ -1,1 +1,0 @@
-"""Ranks of a replica prove that they have read the same samples."""

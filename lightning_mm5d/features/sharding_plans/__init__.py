@@ -1,1 +1,0 @@
-"""How layers of known families of models are sharded over tensor parallel ranks."""

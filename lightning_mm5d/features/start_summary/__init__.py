@@ -1,1 +1,0 @@
-"""What a run prints at its start: which rank holds what."""

@@ -1,1 +1,0 @@
-"""Tensors of batches that a rank never reads stay in host memory."""
