@@ -69,7 +69,7 @@ class UnreadTensors(Attached, AroundSteps):
         return with_tensors(batch, lambda path, tensor: self._held(path, tensor) if path in self._unread else tensor)
 
     def _held(self, path: Path, tensor: Tensor) -> Tensor:
-        if type(tensor) is not Tensor or tensor.device == self._device or tensor.requires_grad:
+        if not self._must_move(tensor):
             return tensor
 
         def move() -> Tensor:
@@ -78,6 +78,9 @@ class UnreadTensors(Attached, AroundSteps):
             return tensor.to(self._device, non_blocking=True)
 
         return Waiting(tensor, self._device, move)
+
+    def _must_move(self, tensor: Tensor) -> bool:
+        return type(tensor) is Tensor and tensor.device != self._device and not tensor.requires_grad
 
 
 class _Learning(AroundStep):

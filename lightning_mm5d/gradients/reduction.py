@@ -205,8 +205,7 @@ class Reduction:
         def gives(key: int, *_: object) -> None:
             given[key] += 1
             if given[key] >= backwards:
-                self._note_final(key)
-                self._send_final()
+                self._is_final(key)
 
         found = [one for one in parameters if one.requires_grad and id(one) in self._buckets.of]
         nodes = [get_gradient_edge(one).node for one in found]  # they live as long as somebody holds them
@@ -289,6 +288,10 @@ class Reduction:
     def _sending(self) -> Iterator[None]:
         with torch.no_grad(), self._buckets.side.beside():
             yield
+
+    def _is_final(self, key: int) -> None:
+        self._note_final(key)
+        self._send_final()
 
     def _note_final(self, key: int) -> None:
         if key not in self.final:
