@@ -90,24 +90,26 @@ class Casting(Protocol):
 
 
 class FirstBatch(NamedTuple):
-    """The first batch of a run, whose step has run.
+    """The first batch of a run for a step, which has run on it.
 
     Attributes:
+        name: of the step.
         batch: as the dataloader gave it.
         parts: its microbatches, of each replica that this rank serves.
-        arguments: of `training_step` after the batch.
+        arguments: of the step after the batch.
         weights: of the microbatches.
         options: of `UserStep`.
-        has_loss: whether the batch was not skipped.
+        counts: whether a schedule ran it, and training did not skip the batch.
         is_gathered: whether parameters are gathered within a step.
     """
 
+    name: str
     batch: Any
     parts: Parts
     arguments: Sequence[Any]
     weights: Weights
     options: dict[str, Any]
-    has_loss: bool
+    counts: bool
     is_gathered: bool
 
 
@@ -121,7 +123,7 @@ class FirstWatch(Protocol):
         """The step has run `runs` times on this rank, for each microbatch and stage."""
 
     def stepped(self, first: FirstBatch) -> None:
-        """The step has ended well on all ranks."""
+        """The step, of training or evaluation, has ended well on all ranks."""
 
 
 class Steps:
@@ -180,6 +182,7 @@ class Steps:
         self._has_trained = False
         self._own = next((number for number, replica in replicas.items() if replica.ends_here), None)
         self.writes = self._own == 0 and replicas[0].src == rank
+        self._evaluated = set[Hashable]()  # evaluation steps and dataloaders whose first batch was looked at
         self._told = set[str]()  # steps whose lost writes were warned of
         self._named = list(module.named_parameters(remove_duplicate=False))
         self._apart = appended_by_data(type(module))
@@ -205,8 +208,7 @@ class Steps:
             scale: multiplies a loss as the precision plugin does before backward.
             summing: when gradients are summed over ranks.
         """
-        # parameters that are gathered in a step may be NaN where only shapes are asked for
-        is_gathered, plain_context = any(one.rests_own for one in self._gradients.shared.all), context
+        is_gathered, plain_context = self._is_gathered(), context
         casting = None if is_gathered else self.casting
         if casting is not None:
             context = partial(casting.entered, context, self._engine.stage)
@@ -235,7 +237,7 @@ class Steps:
             watched: AbstractContextManager[None] = refused_writes(self._named) if shows_copies else nullcontext()
             if not shows_copies and casting is not None:
                 watched = casting.step()
-            with set_aside(self._gradients.parameters), watched:
+            with set_aside(self._gradients.parameters), watched, step.backwards.refused():
                 self.run(step, self.trainable(), reduction.ending)
             rows = self._gradients.finish(reduction)
             if first is not None:
@@ -259,7 +261,8 @@ class Steps:
             raise ConfigError("training_step", "a loss that does not require grad", rule, fix)
         if first is not None:
             options |= {"watch": None, "context": plain_context}
-            first.stepped(FirstBatch(batch, parts, arguments, weights, options, result.loss is not None, is_gathered))
+            has_loss = result.loss is not None
+            first.stepped(FirstBatch("training_step", batch, parts, arguments, weights, options, has_loss, is_gathered))
         factor = 1.0 / scaled(torch.ones((), device=self._device))
 
         def publish(gradient: Tensor) -> None:
@@ -283,7 +286,8 @@ class Steps:
             context: entered around each microbatch's forward.
         """
         batch, *arguments = arguments
-        parts = {number: part for number, part in self._split(batch).items() if part}
+        every = self._split(batch)
+        parts = {number: part for number, part in every.items() if part}
         weights, options = self._weights(parts, name), self._options(context, name, parts)
         results: dict[int, StepResult] = {}
         walking, values = self._walking(name), KeptValues(self._module, self._apart)
@@ -307,7 +311,16 @@ class Steps:
             with self._capture.capture(), self._metrics.local(), self._engine.unscheduled(), step.counting():
                 self.unscheduled.execute(step)
             results |= self._share(walked, self._merged(step, None, values) if self._own in walked else None)
-        return self._shown(results, values).outputs
+        outputs = self._shown(results, values).outputs
+        kind = name, *arguments[1:]  # the number of its dataloader
+        # replicas may have unequal numbers of batches to predict, and one of them none
+        is_everywhere = name != "predict_step" or self._plan.layout.num_replicas == 1
+        if self.first is not None and is_everywhere and kind not in self._evaluated:
+            self._evaluated.add(kind)
+            options |= {"watch": None}
+            is_gathered = self._is_gathered()
+            self.first.stepped(FirstBatch(name, batch, every, arguments, weights, options, not walking, is_gathered))
+        return outputs
 
     def optimize(self, arguments: Sequence[Any], context: Context) -> Any:
         """Run a `training_step` with backwards and optimizers of its own, for the full batch; return its result.
@@ -331,6 +344,10 @@ class Steps:
         return self._shown(self._share(parts, merged), values).outputs
 
     # --- phase 1 ---
+
+    def _is_gathered(self) -> bool:
+        """Whether parameters are gathered within a step, and may be NaN where only shapes are asked for."""
+        return any(one.rests_own for one in self._gradients.shared.all)
 
     def _split(self, batch: Any, *, is_first: bool = False) -> dict[int, list[Microbatch]]:
         batches = split_replicas(batch, len(self._replicas))

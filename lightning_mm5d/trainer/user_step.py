@@ -26,6 +26,7 @@ from lightning_mm5d.stage.payload import Packer, detached, map_tensors, unsharde
 from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.logs import LogCapture, LogOptions, MergedLog
 from lightning_mm5d.trainer.metrics import MetricSync
+from lightning_mm5d.trainer.own_backwards import StepBackwards
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -323,16 +324,23 @@ class TrainingStep(UserStep):
         losses: of the last stage, by index of the microbatch, without a graph.
         has_graph: whether any of them had one.
         skipped: the microbatches for which the step returned None.
+        backwards: refuses those that the step calls itself.
     """
 
     trains = True
 
     def __init__(self, *args: Any, scale: Callable[[Tensor], Tensor], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.backwards = StepBackwards()
         self.losses: dict[int, Tensor] = {}
         self.has_graph = False
         self.skipped: set[int] = set()
         self._scale = scale
+
+    def run(self, microbatch: Microbatch, index: int) -> Any:
+        """Call the user's method, in which backwards are refused."""
+        with self.backwards.begun():
+            return super().run(microbatch, index)
 
     def finish(self, result: Any, index: int) -> Tensor:
         """Keep the loss and the other outputs; return the loss, scaled and weighted, for the backward.

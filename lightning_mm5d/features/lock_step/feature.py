@@ -56,6 +56,10 @@ from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import AroundUpdates
+from lightning_mm5d.trainer.own_backwards import without_inputs
+
+_WHOLE = "Gradients cross to layers of other ranks, and a backward to some inputs does not reach these"
+_TOGGLE = "Leave out inputs, and let only these require a gradient: self.toggle_optimizer(optimizer)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +192,7 @@ class LockStep(Attached, AroundUpdates):
             draws: whether torch's generators may differ between ranks, which then get the state of the last stage.
             optimizes: whether gradients cross.
         """
-        topology = self._plan.topology
+        topology, layout = self._plan.topology, self._plan.layout
         ranks = {stage: topology.ranks_at(stage, replica, index) for stage in topology.members}
         place = _Place(ranks, self._groups[replica], replica, optimizes=optimizes)
         with ExitStack() as stack:
@@ -199,6 +203,8 @@ class LockStep(Attached, AroundUpdates):
                     stack.callback(setattr, self, "_refresh", None)
                 if draws:
                     self._share_states(place)
+            if optimizes and any(set(one) != set(layout.replica_ranks(replica)) for one in ranks.values()):
+                stack.enter_context(without_inputs("manual_backward", _WHOLE, _TOGGLE))
             for unit in self._units:
                 self._patch(place, unit, stack)
             self._runtime.in_lock_step = True
