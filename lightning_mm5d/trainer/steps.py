@@ -35,6 +35,7 @@ from lightning_mm5d.sharded.data_accesses import refused_writes
 from lightning_mm5d.sharded.remote_value import plain
 from lightning_mm5d.source.appends import appended_by_data
 from lightning_mm5d.stage import StageError
+from lightning_mm5d.tensor_parallel.full_sizes import explained
 from lightning_mm5d.trainer.batch_parts import BatchParts
 from lightning_mm5d.trainer.guard import position
 from lightning_mm5d.trainer.kept_values import KeptValues
@@ -419,7 +420,12 @@ class Steps:
             self._metrics.local(joined if step.is_split else None),
             step.counting(),
         ):
-            self._engine.execute(step, trainable, ending)
+            try:
+                self._engine.execute(step, trainable, ending)
+            except RuntimeError as error:
+                if (found := explained(error, self._module, self._plan.division)) is not None:
+                    raise found from error
+                raise
         self._writing[step.name] = self._writing.get(step.name, False) or step.writes
 
     def _walking(self, name: str) -> set[int]:
