@@ -413,9 +413,10 @@ def _compare_results(step: _JoinedStep, rounding: float) -> None:
         found = [(f"what it returns{where}", got, expected) for where, got, expected in differing]
         for name, expected in step.rows[2].items():
             first, second, before = step.rows[0].get(name), step.rows[1].get(name), step._before.get(name)
-            is_new = first is not None and second is not None and second is not first
-            if not is_new or getattr(before, "shape", None) == first.shape or first.shape[:1] != (samples[0],):
-                continue  # what was there may go on: a sum over batches
+            if first is None or second is None or second is first or first.shape[:1] != (samples[0],):
+                continue
+            if getattr(before, "shape", None) == first.shape:  # which may go on: a sum over batches
+                continue
             rows = merge([first, second], samples)
             if np.shape(rows) != np.shape(expected):
                 found.append((f"self.{name}", rows, expected))
