@@ -29,7 +29,7 @@ import math
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,7 @@ _DRAWING = frozenset(
         *("cauchy_", "log_normal_", "bernoulli_", "rrelu", "rrelu_", "gumbel_softmax", "_standard_gamma"),
     )
 )
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _NUMBERS = (Tensor, np.ndarray, float, int)
 _SEE = 'See "Losses that are no mean" in the documentation of batches.'
 
@@ -96,6 +97,7 @@ class FirstBatchChecks(Feature):
 class _Checks(Attached):
     def __init__(self, running: Running) -> None:
         self._module, self._device, self._layout = running.module, running.device, running.plan.layout
+        self._rank, self._ownership = running.rank, running.plan.ownership
         self._frozen = dict[str, Tensor]()
         self._steps = running.steps
         self.put_attribute(running.steps, "first", self)
@@ -169,9 +171,15 @@ class _Checks(Attached):
             self._steps.writes = writes
         if writes:
             _compare(self._module, step)
+        if first.name == "training_step" and not step.fails:
+            _compare_buffers(self._module, step, {name for name in step.buffers.get(2, {}) if self._is_primary(name)})
         if step.opens:
             return f"{first.name} opens a file to write it"
         return f"{first.name} draws random numbers, or fails on a batch of another size" if step.fails else ""
+
+    def _is_primary(self, name: str) -> bool:
+        """Whether the value that is saved of a buffer is that of this rank."""
+        return self._ownership.primary_ranks(name)[:1] == (self._rank,)
 
     def _why_lacking(self, first: FirstBatch) -> str:
         """Say why two microbatches and both as one are not known, or must not run."""
@@ -195,6 +203,7 @@ class _JoinedStep(UserStep):
     Attributes:
         losses: of a training step in the last stage, by index of the microbatch.
         rows: what the step put into attributes of the module there: arrays by name, by index of the microbatch.
+        buffers: that runs on this rank have changed, by index of the microbatch.
         opens: whether it ended because it opened a file to write it.
         logs: numbers that the step logged there, by index of the microbatch, and by what and when.
     """
@@ -205,6 +214,7 @@ class _JoinedStep(UserStep):
         super().__init__(*args, **kwargs)
         self.losses: dict[int, Tensor] = {}
         self.rows: dict[int, dict[str, Any]] = {}
+        self.buffers: dict[int, dict[str, Tensor]] = {}
         self.opens = False
         self.logs: dict[int, dict[tuple[LogOptions, int], LogCall]] = {}
         self._state, self._before = state, dict(vars(self._module))
@@ -217,12 +227,24 @@ class _JoinedStep(UserStep):
         """Call the step; all but the second microbatch begin with the state before the step."""
         if index != 1:
             self._state.begin()
-        before = _drawn()
+        before, buffers = _drawn(), self._begun_buffers(index)
         eager = torch.compiler.set_stance("force_eager")  # or layers are compiled again
         with eager, self._no_writes(), _Watched(self, self._module):
-            result = super().run(microbatch, index)
+            try:
+                result = super().run(microbatch, index)
+            finally:  # also where the stage ends
+                now = _buffers(self._module)
+                changed = {name for name, one in now.items() if name in buffers and not torch.equal(one, buffers[name])}
+                self.buffers.setdefault(index, {}).update((name, now[name].clone()) for name in changed)
         self.fails |= _drawn() != before
         return result
+
+    def _begun_buffers(self, index: int) -> dict[str, Tensor]:
+        """Let the second microbatch go on with what the first has left in buffers; return copies of all."""
+        for name, buffer in self.buffers.get(0, {}).items() if index == 1 else ():
+            owner, _, own = name.rpartition(".")
+            self._module.get_submodule(owner)._buffers[own] = buffer.clone()
+        return {name: buffer.clone() for name, buffer in _buffers(self._module).items()}
 
     @contextmanager
     def _no_writes(self) -> Iterator[None]:
@@ -315,6 +337,14 @@ class _Watched(TorchFunctionMode):
                     parameter.data = data
             for data, copy in (pair for pairs in self._copies.values() for pair in pairs):
                 data.copy_(copy)
+
+
+def _buffers(module: LightningModule) -> dict[str, Tensor]:
+    """The buffers that this rank has, but those of batch norms, of which losses tell."""
+    norms = {name for name, one in module.named_modules() if isinstance(one, _BATCH_NORMS)}
+    with plain():
+        named = {name: one for name, one in module.named_buffers() if not is_remote(one)}
+    return {name: one for name, one in named.items() if name.rpartition(".")[0] not in norms}
 
 
 def _drawn() -> tuple[Any, ...]:
@@ -428,6 +458,26 @@ def _compare_results(step: _JoinedStep, rounding: float) -> None:
         warnings.warn(
             f"{step.name}: {what} is {_said(expected)} for the first two microbatches as one batch, and {_said(got)} "
             f"joined of both. {fix}, or set num_microbatches: 1.",
+            stacklevel=2,
+        )
+
+
+def _compare_buffers(module: LightningModule, step: _JoinedStep, names: Collection[str]) -> None:
+    """Warn of buffers in which microbatches, one after the other, leave something else than both as one.
+
+    Args:
+        module: the user's module.
+        step: that has run.
+        names: of buffers that both as one have changed.
+    """
+    parts, whole = step.buffers.get(0, {}) | step.buffers.get(1, {}), step.buffers[2]
+    rounding = _rounding(module, torch.float32)
+    found = [name for name in sorted(names) if name in parts and [*_unlike(parts[name], whole[name], rounding)]]
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        warnings.warn(
+            f"training_step: the buffer {found[0]!r}{more} is written for each microbatch, and two leave something "
+            "else in it than both as one batch. Write to it in on_train_batch_end, or set num_microbatches: 1.",
             stacklevel=2,
         )
 

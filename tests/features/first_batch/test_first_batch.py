@@ -221,6 +221,42 @@ def test_what_evaluation_logs_or_any_step_returns_otherwise_than_for_the_batch_i
     ]
 
 
+class Remembering(nn.Module):
+    """Keeps means and counts of what passes in buffers, which change nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("moving", "counted", "constant"):
+            self.register_buffer(name, torch.zeros(WIDTH).double())
+        self.norm = nn.BatchNorm1d(WIDTH, affine=False).double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.moving.lerp_(features.mean(0), 0.1)
+                self.counted = self.counted + 1
+                self.constant.fill_(3.0)
+                self.norm(features)
+        return features
+
+
+def _told_of_buffers(rank: int, world: int) -> list[str]:
+    run, module = Run(LAYOUTS[world]), Toy()
+    module.encoder.projector = nn.Sequential(module.encoder.projector, Remembering())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.trainer(max_steps=2, use_distributed_sampler=False).fit(module, run.loader(16))
+    return [str(one.message) for one in caught if "is written for each microbatch" in str(one.message)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_buffer_in_which_microbatches_leave_something_else_than_the_batch_is_told_of_once(world: int) -> None:
+    """all: rank 0 | vision: rank 0, language: rank 1"""
+    said = [text for rank in call_ranks(world, _told_of_buffers, world) for text in rank]
+    assert len(said) == 1
+    assert "the buffer 'encoder.projector.1.counted' (and 1 more)" in said[0]
+
+
 class Filing(Toy):
     """Writes a line for each microbatch of a test, into a file that it opens or has open, and logs a sum."""
 
