@@ -80,10 +80,15 @@ def without_inputs(field: str, rule: str, fix: str) -> Iterator[None]:
 
 
 @contextmanager
-def replaced(function: Callable[..., None]) -> Iterator[None]:
-    """Enter around code whose backwards call `function`, with `torch.autograd.backward` and its arguments."""
-    original = torch.autograd.backward
-    take_away = put(torch.autograd, "backward", functools.wraps(original)(functools.partial(function, original)))
+def replaced(function: Callable[..., Any], name: str = "backward") -> Iterator[None]:
+    """Enter around code that calls `function` in place of a function of `torch.autograd`, which is its first argument.
+
+    Args:
+        function: what is called.
+        name: of what is replaced, ``backward`` or ``grad``.
+    """
+    original = getattr(torch.autograd, name)
+    take_away = put(torch.autograd, name, functools.wraps(original)(functools.partial(function, original)))
     try:
         yield
     finally:

@@ -359,6 +359,31 @@ class PlainBackwardByHand(Manual):
         optimizer.step()
 
 
+@manual("clipping by hand with `torch.nn.utils.clip_grad_norm_` in the step")
+class ClipsByTorch(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        nn.utils.clip_grad_norm_(self.parameters(), 0.3)
+        optimizer.step()
+
+
+@manual(
+    "`torch.autograd.grad(loss, features)` weighs the loss, before `manual_backward`",
+    differs={"replicas": "each replica has the gradients of its own samples, as under DDP"},
+)
+class WeighsByGradients(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        features = self.encoder(batch["images"])
+        loss = torch.nn.functional.cross_entropy(self.decoder(batch["tokens"], features), batch["label"])
+        (gradient,) = torch.autograd.grad(loss, features, retain_graph=True)
+        self.manual_backward(loss * (1.0 + gradient.norm().detach()))
+        optimizer.step()
+
+
 @manual("`self.manual_backward(loss, inputs=...)`")
 class BackwardToInputs(Manual):
     def training_step(self, batch: Any, batch_idx: int) -> None:
