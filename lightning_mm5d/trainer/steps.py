@@ -486,7 +486,7 @@ class Steps:
         ]
         if len(samples) > 1 and step.ended == [*range(len(samples))]:
             values.join(samples)
-        return StepResult(loss, outputs, logs, kept=values.changes())
+        return StepResult(loss, outputs, logs, kept=values.changes(), stops=self._module.trainer.should_stop)
 
     def _share(self, numbers: Iterable[int], merged: StepResult | None) -> dict[int, StepResult]:
         """Share results within each of some replicas; `merged` is that of this rank's own."""
@@ -507,6 +507,7 @@ class Steps:
         # where the step ended, too, where values were sharded over several ranks: only all of these could read them
         if self._own is None or (found[shown].kept and self._is_shared):
             values.adopt(found[shown].kept)
+            self._module.trainer.should_stop |= found[shown].stops  # `self.trainer.should_stop = True` in the step
         # only now: with sync_dist a log is collective over all ranks, and others wait for the next replica's result
         replay(self._module, found[shown].logs)
         return found[shown]

@@ -70,6 +70,7 @@ class StepResult:
         has_graph: whether the loss of any microbatch of any replica has a gradient.
         fails: whether a pipeline could not run it, so that it has nothing else.
         kept: what the step changed in attributes of the module, see `KeptValues.changes`.
+        stops: whether the step has asked the trainer to stop.
     """
 
     loss: Tensor | None = None
@@ -78,6 +79,7 @@ class StepResult:
     has_graph: bool = True
     fails: bool = False
     kept: list[Any] = field(default_factory=list)
+    stops: bool = False
 
     def check_equal(self, shared: StepResult) -> None:
         """Refuse a loss or log that differs from the one of another rank with the same last layers.
@@ -149,17 +151,18 @@ def tree_of(result: StepResult) -> Any:
         [log.value for log in result.logs],
         result.fails,
         result.kept,
+        result.stops,
     ]
 
 
 def _from_tree(tree: Any) -> StepResult:
-    loss, numbers, outputs, options, values, fails, kept = tree
+    loss, numbers, outputs, options, values, fails, kept, stops = tree
     has_graph, *sizes = numbers.tolist()
     logs = [
         MergedLog(options=LogOptions(**one), value=value, batch_size=size)
         for one, value, size in zip(options, values, sizes, strict=True)
     ]
-    return StepResult(loss, outputs, logs, bool(has_graph), fails, kept)
+    return StepResult(loss, outputs, logs, bool(has_graph), fails, kept, stops)
 
 
 Context = Callable[[], AbstractContextManager[Any]]
