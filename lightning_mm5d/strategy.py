@@ -7,7 +7,7 @@ runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -425,13 +425,15 @@ class MultimodalStrategy(CheckpointStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        run = self._run("training_step")
+        run, is_automatic = self._run("training_step"), self._module("training_step").automatic_optimization
         if run.is_plain:
-            output = super().training_step(*args, **kwargs)
-            skips = output is None and self.world_size > 1 and self._module("training_step").automatic_optimization
+            with nullcontext() if is_automatic else run.optimization.sums_own_backwards():
+                output = super().training_step(*args, **kwargs)
+            skips = output is None and self.world_size > 1 and is_automatic
             return skipped(self.root_device) if skips else output
-        if not self._module("training_step").automatic_optimization:
-            return run.optimize((*args, *kwargs.values()), self.precision_plugin.train_step_context)
+        if not is_automatic:
+            with run.optimization.sums_own_backwards():
+                return run.optimize((*args, *kwargs.values()), self.precision_plugin.train_step_context)
         return run.train(self.optimizers, self.precision_plugin, (*args, *kwargs.values()))
 
     @override
@@ -460,7 +462,7 @@ class MultimodalStrategy(CheckpointStrategy):
         if not (run.is_plain or module.automatic_optimization):
             closure_loss = closure_loss / run.plan.layout.num_replicas  # ranks sum gradients
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        with run.optimization.synced():
+        with run.optimization.synced(), run.optimization.publishing():
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)

@@ -28,8 +28,9 @@ def tell_of_lost_writes(module: nn.Module, step: str, ends_on: int) -> None:
         tree = tree_of(function)
         if tree is None:
             continue
+        aliases = _aliases(tree)
         for node in ast.walk(tree):
-            said = _said(node, type(module), function)
+            said = _said(node, type(module), function, aliases)
             if said is not None and isinstance(node, ast.expr):
                 code = function.__code__
                 line = f"{Path(code.co_filename).name}:{code.co_firstlineno + node.lineno - tree.lineno}"
@@ -37,13 +38,42 @@ def tell_of_lost_writes(module: nn.Module, step: str, ends_on: int) -> None:
                 rank_zero_warn(f"{step} ends on rank {ends_on}, and {where} {said}", stacklevel=4)
 
 
-def _said(node: ast.AST, cls: type, function: FunctionType) -> str | None:
-    if (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Attribute)
-        and node.value.attr == "logger"
-        and node.attr != "log_metrics"
-    ):
+_KEPT = frozenset(("log_metrics", "log_dir", "save_dir", "root_dir", "name", "version"))  # where nothing is lost
+_LOOKING = frozenset(("isinstance", "hasattr", "type", "len", "bool", "enumerate", "zip"))
+
+
+def _aliases(tree: ast.FunctionDef) -> frozenset[str]:
+    """The names that code gives to loggers: ``logger = self.logger``, ``for one in self.loggers``."""
+    pairs: list[tuple[ast.AST, ast.AST | None]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            pairs += [(target, node.value) for target in node.targets]
+        elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
+            pairs.append((node.target, node.value))
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            pairs.append((node.target, node.iter))
+    return frozenset(target.id for target, value in pairs if isinstance(target, ast.Name) and _is_logger(value))
+
+
+def _is_logger(node: ast.AST | None, aliases: frozenset[str] = frozenset()) -> bool:
+    if isinstance(node, ast.Subscript):
+        node = node.value
+    if isinstance(node, ast.Name):
+        return node.id in aliases
+    return isinstance(node, ast.Attribute) and node.attr in ("logger", "loggers")
+
+
+def _uses_logger(node: ast.AST, aliases: frozenset[str]) -> bool:
+    """Whether a node is an attribute of a logger by which it may write, or hands it to a function."""
+    if isinstance(node, ast.Attribute):
+        return node.attr not in _KEPT and _is_logger(node.value, aliases)
+    if not isinstance(node, ast.Call) or getattr(node.func, "id", "") in _LOOKING:
+        return False
+    return any(_is_logger(one, aliases) for one in (*node.args, *(keyword.value for keyword in node.keywords)))
+
+
+def _said(node: ast.AST, cls: type, function: FunctionType, aliases: frozenset[str]) -> str | None:
+    if _uses_logger(node, aliases):
         return (
             "logs on rank 0 alone, so that it is lost. Use self.log, or keep the value in an attribute, which all "
             "ranks see in hooks (self.images = images), and make the same call in on_train_batch_end, "

@@ -25,6 +25,7 @@ from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import Guard
+from lightning_mm5d.trainer.own_backwards import replaced, without_inputs
 from lightning_mm5d.trainer.sharing_guards import HiddenGradients, hooked
 
 
@@ -118,7 +119,7 @@ class Optimization:
         self._module, self._plan, self._gradients = module, plan, gradients
         self._is_plain, self._device = is_plain, device
         self.syncs = True
-        self._unsynced = self._summed = self._is_share_shown = False
+        self._unsynced = self._summed = self._is_share_shown = self._is_in_backward = False
         self._kept: list[Tensor | None] = []  # sums of earlier steps that were not zeroed, within an accumulation
         self._has_own_factor: bool | None = None
         self._clipper: Precision | None = None
@@ -193,7 +194,17 @@ class Optimization:
 
     @contextmanager
     def synced(self) -> Generator[None, None, None]:
-        """Enter around a backward: its gradients are summed over all ranks that hold their parameters.
+        """Enter around a backward: its gradients are summed over all ranks that hold their parameters."""
+        self._is_in_backward = True
+        try:
+            with self._synced():
+                yield
+        finally:
+            self._is_in_backward = False
+
+    @contextmanager
+    def _synced(self) -> Generator[None, None, None]:
+        """Enter around a backward, whose gradients are summed.
 
         Plain replicas sum while it runs. Gradients that an earlier backward has summed already are kept out of it. In
         Lightning's accumulation the sum is left to the last backward, unless hooks of parameters wait for it.
@@ -226,6 +237,32 @@ class Optimization:
         with nullcontext() if self._is_plain else called(self._gradients.parameters):
             if older:
                 self._gradients.add(older)
+
+    @contextmanager
+    def sums_own_backwards(self) -> Generator[None, None, None]:
+        """Enter around a step that optimizes manually: `loss.backward()` sums over ranks, as `manual_backward` does."""
+
+        def backward(original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if self._is_in_backward:
+                original(tensors, *args, **kwargs)
+                return
+            replicas = 1 if self._is_plain else self._plan.layout.num_replicas
+            if replicas > 1:  # of which each has its own mean
+                given = [tensors] if isinstance(tensors, Tensor) else tensors
+                tensors = [one / replicas for one in given]
+            with self.synced():
+                original(tensors, *args, **kwargs)
+
+        with replaced(backward):
+            yield
+
+    def publishing(self) -> AbstractContextManager[None]:
+        """Return what is entered around the backward that Lightning calls, which publishes sums of a schedule."""
+        if self._is_plain or not self._module.automatic_optimization:
+            return nullcontext()
+        rule = "The step has run its backwards already, for all parameters, and this one publishes their gradients"
+        fix = "Call loss.backward() without inputs, and let only these parameters require a gradient"
+        return without_inputs("backward", rule, fix)
 
     def show_shares(self, *, shown: bool) -> None:
         """Show hooks the share that this rank has of a sum as its own mean, as replicas have; False: as a share again.

@@ -41,11 +41,11 @@ from lightning_mm5d.trainer.batch_parts import BatchParts, Splitting, Weighing
 from lightning_mm5d.trainer.checkpoints import Checkpoints
 from lightning_mm5d.trainer.copied_modules import CopiedModules
 from lightning_mm5d.trainer.cut_module import CutModule
-from lightning_mm5d.trainer.device_meshes import device_mesh
 from lightning_mm5d.trainer.feature import BEFORE_TRANSFER, Attached, Feature, Running
 from lightning_mm5d.trainer.kept_shards import has_rows, keep_shards, lose_rows
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import Optimization
+from lightning_mm5d.trainer.process_group import device_mesh
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
 from lightning_mm5d.trainer.sharing_guards import SharingGuards
 from lightning_mm5d.trainer.steps import Replica, Steps

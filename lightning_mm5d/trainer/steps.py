@@ -36,6 +36,7 @@ from lightning_mm5d.sharded.data_accesses import refused_writes
 from lightning_mm5d.sharded.remote_value import plain
 from lightning_mm5d.source.loops import appended_by_data
 from lightning_mm5d.stage import StageError
+from lightning_mm5d.tensor_parallel.full_sizes import explained
 from lightning_mm5d.trainer.batch_parts import BatchParts
 from lightning_mm5d.trainer.guard import position
 from lightning_mm5d.trainer.kept_values import KeptValues
@@ -91,24 +92,26 @@ class Casting(Protocol):
 
 
 class FirstBatch(NamedTuple):
-    """The first batch of a run, whose step has run.
+    """The first batch of a run for a step, which has run on it.
 
     Attributes:
+        name: of the step.
         batch: as the dataloader gave it.
         parts: its microbatches, of each replica that this rank serves.
-        arguments: of `training_step` after the batch.
+        arguments: of the step after the batch.
         weights: of the microbatches.
         options: of `UserStep`.
-        has_loss: whether the batch was not skipped.
+        counts: whether a schedule ran it, and training did not skip the batch.
         is_gathered: whether parameters are gathered within a step.
     """
 
+    name: str
     batch: Any
     parts: Parts
     arguments: Sequence[Any]
     weights: Weights
     options: dict[str, Any]
-    has_loss: bool
+    counts: bool
     is_gathered: bool
 
 
@@ -122,7 +125,7 @@ class FirstWatch(Protocol):
         """The step has run `runs` times on this rank, for each microbatch and stage."""
 
     def stepped(self, first: FirstBatch) -> None:
-        """The step has ended well on all ranks."""
+        """The step, of training or evaluation, has ended well on all ranks."""
 
 
 class Steps:
@@ -181,6 +184,7 @@ class Steps:
         self._has_trained = False
         self._own = next((number for number, replica in replicas.items() if replica.ends_here), None)
         self.writes = self._own == 0 and replicas[0].src == rank
+        self._evaluated = set[Hashable]()  # evaluation steps and dataloaders whose first batch was looked at
         self._told = set[str]()  # steps whose lost writes were warned of
         self._named = list(module.named_parameters(remove_duplicate=False))
         self._apart = appended_by_data(type(module))
@@ -206,8 +210,7 @@ class Steps:
             scale: multiplies a loss as the precision plugin does before backward.
             summing: when gradients are summed over ranks.
         """
-        # parameters that are gathered in a step may be NaN where only shapes are asked for
-        is_gathered, plain_context = any(one.rests_own for one in self._gradients.shared.all), context
+        is_gathered, plain_context = self._is_gathered(), context
         casting = None if is_gathered else self.casting
         if casting is not None:
             context = partial(casting.entered, context, self._engine.stage)
@@ -236,7 +239,7 @@ class Steps:
             watched: AbstractContextManager[None] = refused_writes(self._named) if shows_copies else nullcontext()
             if not shows_copies and casting is not None:
                 watched = casting.step()
-            with set_aside(self._gradients.parameters), watched:
+            with set_aside(self._gradients.parameters), watched, step.backwards.refused():
                 self.run(step, self.trainable(), reduction.ending)
             rows = self._gradients.finish(reduction)
             if first is not None:
@@ -260,7 +263,8 @@ class Steps:
             raise ConfigError("training_step", "a loss that does not require grad", rule, fix)
         if first is not None:
             options |= {"watch": None, "context": plain_context}
-            first.stepped(FirstBatch(batch, parts, arguments, weights, options, result.loss is not None, is_gathered))
+            has_loss = result.loss is not None
+            first.stepped(FirstBatch("training_step", batch, parts, arguments, weights, options, has_loss, is_gathered))
         factor = 1.0 / scaled(torch.ones((), device=self._device))
 
         def publish(gradient: Tensor) -> None:
@@ -284,7 +288,8 @@ class Steps:
             context: entered around each microbatch's forward.
         """
         batch, *arguments = arguments
-        parts = {number: part for number, part in self._split(batch).items() if part}
+        every = self._split(batch)
+        parts = {number: part for number, part in every.items() if part}
         weights, options = self._weights(parts, name), self._options(context, name, parts)
         results: dict[int, StepResult] = {}
         walking, values = self._walking(name), KeptValues(self._module, self._apart)
@@ -308,7 +313,16 @@ class Steps:
             with self._capture.capture(), self._metrics.local(), self._engine.unscheduled(), step.counting():
                 self.unscheduled.execute(step)
             results |= self._share(walked, self._merged(step, None, values) if self._own in walked else None)
-        return self._shown(results, values).outputs
+        outputs = self._shown(results, values).outputs
+        kind = name, *arguments[1:]  # the number of its dataloader
+        # replicas may have unequal numbers of batches to predict, and one of them none
+        is_everywhere = name != "predict_step" or self._plan.layout.num_replicas == 1
+        if self.first is not None and is_everywhere and kind not in self._evaluated:
+            self._evaluated.add(kind)
+            options |= {"watch": None}
+            is_gathered = self._is_gathered()
+            self.first.stepped(FirstBatch(name, batch, every, arguments, weights, options, not walking, is_gathered))
+        return outputs
 
     def optimize(self, arguments: Sequence[Any], context: Context) -> Any:
         """Run a `training_step` with backwards and optimizers of its own, for the full batch; return its result.
@@ -332,6 +346,10 @@ class Steps:
         return self._shown(self._share(parts, merged), values).outputs
 
     # --- phase 1 ---
+
+    def _is_gathered(self) -> bool:
+        """Whether parameters are gathered within a step, and may be NaN where only shapes are asked for."""
+        return any(one.rests_own for one in self._gradients.shared.all)
 
     def _split(self, batch: Any, *, is_first: bool = False) -> dict[int, list[Microbatch]]:
         batches = split_replicas(batch, len(self._replicas))
@@ -403,7 +421,12 @@ class Steps:
             self._metrics.local(joined if step.is_split else None),
             step.counting(),
         ):
-            self._engine.execute(step, trainable, ending)
+            try:
+                self._engine.execute(step, trainable, ending)
+            except RuntimeError as error:
+                if (found := explained(error, self._module, self._plan.division)) is not None:
+                    raise found from error
+                raise
         self._writing[step.name] = self._writing.get(step.name, False) or step.writes
 
     def _walking(self, name: str) -> set[int]:
@@ -464,7 +487,7 @@ class Steps:
         ]
         if len(samples) > 1 and step.ended == [*range(len(samples))]:
             values.join(samples)
-        return StepResult(loss, outputs, logs, kept=values.changes())
+        return StepResult(loss, outputs, logs, kept=values.changes(), stops=self._module.trainer.should_stop)
 
     def _share(self, numbers: Iterable[int], merged: StepResult | None) -> dict[int, StepResult]:
         """Share results within each of some replicas; `merged` is that of this rank's own."""
@@ -485,6 +508,7 @@ class Steps:
         # where the step ended, too, where values were sharded over several ranks: only all of these could read them
         if self._own is None or (found[shown].kept and self._is_shared):
             values.adopt(found[shown].kept)
+            self._module.trainer.should_stop |= found[shown].stops  # `self.trainer.should_stop = True` in the step
         # only now: with sync_dist a log is collective over all ranks, and others wait for the next replica's result
         replay(self._module, found[shown].logs)
         return found[shown]

@@ -27,6 +27,7 @@ from lightning_mm5d.stage.payload import Packer, detached, map_tensors, unsharde
 from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.logs import LogCapture, LogOptions, MergedLog
 from lightning_mm5d.trainer.metrics import MetricSync
+from lightning_mm5d.trainer.own_backwards import StepBackwards
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -70,6 +71,7 @@ class StepResult:
         has_graph: whether the loss of any microbatch of any replica has a gradient.
         fails: whether a pipeline could not run it, so that it has nothing else.
         kept: what the step changed in attributes of the module, see `KeptValues.changes`.
+        stops: whether the step has asked the trainer to stop.
     """
 
     loss: Tensor | None = None
@@ -78,6 +80,7 @@ class StepResult:
     has_graph: bool = True
     fails: bool = False
     kept: list[Any] = field(default_factory=list)
+    stops: bool = False
 
     def check_equal(self, shared: StepResult) -> None:
         """Refuse a loss or log that differs from the one of another rank with the same last layers.
@@ -149,17 +152,18 @@ def tree_of(result: StepResult) -> Any:
         [log.value for log in result.logs],
         result.fails,
         result.kept,
+        result.stops,
     ]
 
 
 def _from_tree(tree: Any) -> StepResult:
-    loss, numbers, outputs, options, values, fails, kept = tree
+    loss, numbers, outputs, options, values, fails, kept, stops = tree
     has_graph, *sizes = numbers.tolist()
     logs = [
         MergedLog(options=LogOptions(**one), value=value, batch_size=size)
         for one, value, size in zip(options, values, sizes, strict=True)
     ]
-    return StepResult(loss, outputs, logs, bool(has_graph), fails, kept)
+    return StepResult(loss, outputs, logs, bool(has_graph), fails, kept, stops)
 
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -324,16 +328,23 @@ class TrainingStep(UserStep):
         losses: of the last stage, by index of the microbatch, without a graph.
         has_graph: whether any of them had one.
         skipped: the microbatches for which the step returned None.
+        backwards: refuses those that the step calls itself.
     """
 
     trains = True
 
     def __init__(self, *args: Any, scale: Callable[[Tensor], Tensor], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.backwards = StepBackwards()
         self.losses: dict[int, Tensor] = {}
         self.has_graph = False
         self.skipped: set[int] = set()
         self._scale = scale
+
+    def run(self, microbatch: Microbatch, index: int) -> Any:
+        """Call the user's method, in which backwards are refused."""
+        with self.backwards.begun():
+            return super().run(microbatch, index)
 
     def finish(self, result: Any, index: int) -> Tensor:
         """Keep the loss and the other outputs; return the loss, scaled and weighted, for the backward.

@@ -36,6 +36,23 @@ class Writes(Toy):
 
     def on_validation_end(self) -> None:
         assert self.logger is not None
+        if isinstance(self.logger, type) or len(self.loggers) > 3:
+            self.logger.log_metrics({"x": 1.0})
+        for index, logger in enumerate(self.loggers):
+            logger.log_metrics({"x": float(index)})
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        for logger in self.loggers:
+            logger.experiment.add_scalar("x", 1.0)
+        if (kept := self.trainer.logger) is not None:
+            print(kept.save_dir)
+            kept.log_image("x", [batch])
+        _draw(self.logger, images=batch)
+        self.loggers[0].log_table("x", [])
+
+
+def _draw(logger: Any, images: Any) -> None:
+    raise NotImplementedError
 
 
 def _told(step: str) -> list[str]:
@@ -56,6 +73,14 @@ def test_loggers_and_what_is_for_rank_0_in_a_step_are_named() -> None:
         line, place = text.split(", and ")[1].split(" in ")[0], re.search(r"\(test_lost_writes\.py:(\d+)\)", text)
         assert place is not None
         assert line in source[int(place[1]) - 1]
+
+
+def test_loggers_under_another_name_or_handed_to_a_function_are_named() -> None:
+    said = _told("test_step")
+    lines = ("logger.experiment", "kept.log_image", "_draw(self.logger, images=batch)", "self.loggers[0].log_table")
+    assert len(said) == len(lines)
+    for line in lines:
+        assert sum(f"ends on rank 3, and {line} in Writes.test_step" in text for text in said) == 1
 
 
 def test_code_that_loses_nothing_is_left_alone() -> None:

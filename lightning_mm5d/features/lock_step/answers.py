@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import backward
 from torch.autograd.function import once_differentiable
 
 from lightning_mm5d.data.random_state import set_torch_states, torch_states
@@ -181,6 +182,8 @@ class Differentiable:
         args: of the call.
         kwargs: of the call.
         share: returns on all ranks the tree that the owner's first rank has; each passes its own, if any.
+        owns: whether this rank computes it.
+        accumulates: says in a backward whether parameters get gradients, as they do not by ``torch.autograd.grad``.
 
     Attributes:
         args: for the owner's computation, with leaves in the places of inputs that carry gradients.
@@ -188,9 +191,16 @@ class Differentiable:
     """
 
     def __init__(
-        self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], share: Callable[[Any], Any], *, owns: bool
+        self,
+        path: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        share: Callable[[Any], Any],
+        *,
+        owns: bool,
+        accumulates: Callable[[], bool],
     ) -> None:
-        self._share, self._owns = share, owns
+        self._share, self._owns, self._accumulates = share, owns, accumulates
         if any(tensor.requires_grad for tensor in _in_dicts((*args, *kwargs.values()))):
             raise StageError(
                 f"{path} is called with a dict of tensors that carry gradients, which do not cross to other ranks in "
@@ -236,8 +246,12 @@ class Differentiable:
             leaves = list(self._leaves.values())
             for leaf in leaves:
                 leaf.grad = None
-            with torch.enable_grad():
-                torch.autograd.backward([one for one, _ in given], [one for _, one in given], retain_graph=True)
+            inputs = None if self._accumulates() else leaves
+            if inputs is None or inputs:
+                with torch.enable_grad():
+                    backward(  # also inside of steps, whose own backwards are others' business
+                        [one for one, _ in given], [one for _, one in given], retain_graph=True, inputs=inputs
+                    )
             found = [leaf.grad for leaf in leaves]
         pairs = zip(self._share(found), self._inputs.values(), strict=True)
         return [None if gradient is None else gradient.to(one.device) for gradient, one in pairs]

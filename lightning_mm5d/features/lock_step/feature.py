@@ -55,6 +55,10 @@ from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import AroundUpdates
+from lightning_mm5d.trainer.own_backwards import replaced, without_inputs
+
+_WHOLE = "Gradients cross to layers of other ranks, and a backward to some inputs does not reach these"
+_TOGGLE = "Leave out inputs, and let only these require a gradient: self.toggle_optimizer(optimizer)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +89,15 @@ class _Place:
     replica: int
     inside: int = 0  # how many units compute here
     optimizes: bool = False  # whether gradients cross
+    differentiates: bool = False  # whether a step is in `torch.autograd.grad`, which leaves parameters alone
+
+    def gradients(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `torch.autograd.grad` for a step."""
+        self.differentiates = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.differentiates = False
 
 
 class InLockStep(Feature):
@@ -187,7 +200,7 @@ class LockStep(Attached, AroundUpdates):
             draws: whether torch's generators may differ between ranks, which then get the state of the last stage.
             optimizes: whether gradients cross.
         """
-        topology = self._plan.topology
+        topology, layout = self._plan.topology, self._plan.layout
         ranks = {stage: topology.ranks_at(stage, replica, index) for stage in topology.members}
         place = _Place(ranks, self._groups[replica], replica, optimizes=optimizes)
         with ExitStack() as stack:
@@ -198,6 +211,9 @@ class LockStep(Attached, AroundUpdates):
                     stack.callback(setattr, self, "_refresh", None)
                 if draws:
                     self._share_states(place)
+            if optimizes and any(set(one) != set(layout.replica_ranks(replica)) for one in ranks.values()):
+                stack.enter_context(without_inputs("manual_backward", _WHOLE, _TOGGLE))
+                stack.enter_context(replaced(place.gradients, "grad"))
             for unit in self._units:
                 self._patch(place, unit, stack)
             self._runtime.in_lock_step = True
@@ -347,7 +363,9 @@ class LockStep(Attached, AroundUpdates):
         call: Differentiable | None = None
         if torch.is_grad_enabled():
             share = partial(self._shared, place, unit.stage, f"the backward of {unit.path}")
-            call = Differentiable(unit.path, args, kwargs, share, owns=is_owner)
+            call = Differentiable(
+                unit.path, args, kwargs, share, owns=is_owner, accumulates=lambda: not place.differentiates
+            )
         effects = Effects(args if call is None else call.args, kwargs if call is None else call.kwargs, self._device)
         own = self._computed(place, unit, original, effects, fails=channel if self._rank == src else None)
         flags = [] if call is None or not is_owner else call.flags_of(own)

@@ -285,7 +285,7 @@ _NORMS = {"norm", "vector_norm", "_foreach_norm"}
 
 
 def _check_norms(module: pl.LightningModule, plan: Plan) -> None:
-    """Refuse a module whose `backward` takes a norm of gradients of one rank alone.
+    """Refuse a module whose `backward`, or manual step, takes a norm of gradients of one rank alone.
 
     Raises:
         ConfigError: where ranks hold several stages, shards or rows.
@@ -293,27 +293,33 @@ def _check_norms(module: pl.LightningModule, plan: Plan) -> None:
     parts = plan.division.shards or DataShards(plan).exist
     if plan.topology.is_replicated and not parts:
         return
-    if found := _norm_in(type(module)):
+    if found := _norm_in(type(module), "backward"):
         rule = "It takes the norm of the gradients of one rank, before they are summed over ranks"
         fix = "Do it in on_after_backward or on_before_optimizer_step, which see full gradients"
         raise ConfigError(f"{type(module).__name__}.backward", found, rule, fix)
+    if not module.automatic_optimization and (found := _norm_in(type(module), "training_step")):
+        rule = (
+            "A step that optimizes manually has the gradients of its rank's own layers or shards, and takes their norm"
+        )
+        fix = "Clip by self.clip_gradients(optimizer, ...), or use automatic optimization, or one stage without tp_size"
+        raise ConfigError(f"{type(module).__name__}.training_step", found, rule, fix)
 
 
-def _norm_in(cls: type) -> str:
-    """Return the name of what takes a norm in `backward`, "" where nothing does or where its source is unknown."""
-    for function in _called(cls):
+def _norm_in(cls: type, hook: str) -> str:
+    """Return the name of what takes a norm in a hook, "" where nothing does or where its source is unknown."""
+    for function in _called(cls, hook):
         named = names(function, variables=False) or frozenset()
         for name in sorted(named):
             if name in _CLIPS or (name == "grad_norm" and "strategy" not in named and _is_lightnings(function)):
                 return name
-        if "grad" in named and _calls_norm(function):
+        if "grad" in named and _reads_gradients(function) and _calls_norm(function):
             return "the norm of .grad"
     return ""
 
 
-def _called(cls: type) -> Iterator[FunctionType]:
-    """Yield the functions of `backward`, and those that it names: methods of the class, and functions beside it."""
-    waiting, seen = [getattr(cls, "backward", None)], set[Any]()
+def _called(cls: type, hook: str) -> Iterator[FunctionType]:
+    """Yield the functions of a hook, and those that it names: methods of the same class, and functions beside it."""
+    waiting, seen = [getattr(cls, hook, None)], set[Any]()
     while waiting:
         for function in decorated(waiting.pop()):
             if function in seen or function.__module__.startswith(("lightning.", "torch.")):
@@ -328,6 +334,17 @@ def _calls_norm(function: FunctionType) -> bool:
     tree = tree_of(function)
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)] if tree is not None else []
     return any(isinstance(call, ast.Attribute) and call.attr in _NORMS for call in calls)
+
+
+def _reads_gradients(function: FunctionType) -> bool:
+    """Whether a function reads `.grad` of something, which ``torch.autograd.grad`` is not."""
+    tree = tree_of(function)
+    reads = (
+        [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "grad"]
+        if tree
+        else []
+    )
+    return any("autograd" not in (getattr(one, "attr", ""), getattr(one, "id", "")) for one in reads)
 
 
 def _is_lightnings(function: FunctionType) -> bool:

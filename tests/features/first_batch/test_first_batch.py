@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -163,6 +164,140 @@ def test_a_number_that_microbatches_log_otherwise_than_the_batch_is_told_of_once
     assert [text.partition("'")[2].partition("'")[0] for text in said] == names
     assert all('say reduce_fx="sum"' in text for text in said[:2])
     assert all("torchmetrics.Metric" in text for text in said[2:])
+
+
+class Evaluating(Toy):
+    """Logs and returns means, rows, sums and others in evaluation, each under the name of what it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torch.zeros(4).double()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        sizes = batch["images"].norm(dim=1)
+        self.log("mean", sizes.mean())
+        self.log("loss", self.loss(batch), sync_dist=True)
+        self.log("sum that is summed", sizes.sum(), reduce_fx="sum")
+        self.log_dict({"sum": sizes.sum(), "count": len(sizes)})
+        self.last_rows, self.last_counts = sizes, batch["images"][:, :4].sum(0)
+        self.seen = self.seen + batch["images"][:, :4].sum(0)
+        kept = {"names": ["a"] * len(sizes), "count": len(sizes), "mean": sizes.mean(), "batch": batch_idx}
+        guessed = {"counts": batch["images"][:, :4].sum(0), "sizes": [1.0, 2.0, 3.0, 4.0], "sum": sizes.sum()}
+        return {**kept, **guessed, "rows": (sizes, self(batch))}
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch), batch["images"][:, :4].sum(0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "rows": batch["label"], "counts": batch["images"][:, :4].sum(0)}
+
+
+def _told_of_evaluation(rank: int, world: int) -> list[str]:
+    run, module = Run(LAYOUTS[world]), Evaluating()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.trainer(use_distributed_sampler=False).fit(module, run.loader(16), run.loader(16))
+        run.trainer().test(module, run.loader(16), verbose=False)
+        run.trainer().predict(module, run.loader(16))
+    texts = [str(one.message) for one in caught if "first two microbatches" in str(one.message)]
+    return [text[: re.search(r" is (logged as )?(a |\d)", text).start()] for text in texts]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_evaluation_logs_or_any_step_returns_otherwise_than_for_the_batch_is_told_of_once(world: int) -> None:
+    """all: rank 0 | vision: rank 0, language: rank 1"""
+    said = [text for rank in call_ranks(world, _told_of_evaluation, world) for text in rank]
+    names = ["'sum'", "'count'", *(f"what it returns['{name}']" for name in ("counts", "sizes", "sum"))]
+    evaluated = [
+        [f"{step}: {name}" for name in (*names, "self.last_counts")] for step in ("validation_step", "test_step")
+    ]
+    assert said == [
+        *evaluated[0],
+        "training_step: what it returns['counts']",
+        *evaluated[1],
+        "predict_step: what it returns[1]",
+    ]
+
+
+class Remembering(nn.Module):
+    """Keeps means and counts of what passes in buffers, which change nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("moving", "counted", "constant"):
+            self.register_buffer(name, torch.zeros(WIDTH).double())
+        self.norm = nn.BatchNorm1d(WIDTH, affine=False).double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.moving.lerp_(features.mean(0), 0.1)
+                self.counted = self.counted + 1
+                self.constant.fill_(3.0)
+                self.norm(features)
+        return features
+
+
+def _told_of_buffers(rank: int, world: int) -> list[str]:
+    run, module = Run(LAYOUTS[world]), Toy()
+    module.encoder.projector = nn.Sequential(module.encoder.projector, Remembering())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.trainer(max_steps=2, use_distributed_sampler=False).fit(module, run.loader(16))
+    return [str(one.message) for one in caught if "is written for each microbatch" in str(one.message)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_buffer_in_which_microbatches_leave_something_else_than_the_batch_is_told_of_once(world: int) -> None:
+    """all: rank 0 | vision: rank 0, language: rank 1"""
+    said = [text for rank in call_ranks(world, _told_of_buffers, world) for text in rank]
+    assert len(said) == 1
+    assert "the buffer 'encoder.projector.1.counted' (and 1 more)" in said[0]
+
+
+class Filing(Toy):
+    """Writes a line for each microbatch of a test, into a file that it opens or has open, and logs a sum."""
+
+    def __init__(self, folder: str, *, is_open: bool) -> None:
+        super().__init__()
+        self.path, self.is_open = Path(folder, "lines.txt"), is_open
+
+    def on_test_start(self) -> None:
+        self.file = self.path.open("a") if self.is_open else None
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        labels = batch["label"][:, None] + self(batch).argmax(1, keepdim=True) * 0
+        for label in labels.flatten().tolist():
+            if self.file is not None:
+                self.file.write(f"{label}\n")
+            else:
+                with self.path.open("a") as file:
+                    file.write(f"{label}\n")
+        self.log("count", float(len(labels)))
+
+    def on_test_end(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+def _lines(rank: int, folder: str, is_open: bool) -> tuple[list[str], list[str]]:
+    with patch("lightning_mm5d.features.first_batch._log.info") as info:
+        run = Run(ALONE)
+        run.trainer().test(Filing(folder, is_open=is_open), run.loader(16), verbose=False)
+    return Path(folder, "lines.txt").read_text().split(), [call.args[0] for call in info.call_args_list]
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_step_that_writes_to_a_file_writes_each_line_once_and_is_said_not_to_be_compared(
+    is_open: bool, tmp_path: Path
+) -> None:
+    """all: rank 0"""
+    lines, said = call_ranks(1, _lines, str(tmp_path), is_open)[0]
+    assert [int(line) for line in lines] == Run(ALONE).loader(16).dataset.labels.tolist()
+    assert len(said) == 1
+    assert ("because a module keeps an open file" if is_open else "because test_step opens a file") in said[0]
 
 
 def _unchecked(rank: int, world: int) -> dict[str, list[str]]:

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities import grad_norm
 
@@ -77,6 +78,35 @@ def test_norms_of_one_ranks_gradients_are_refused(stages: Any, owner: Any) -> No
 def test_a_module_that_takes_no_norm_itself_runs(stages: Any) -> None:
     REFUSALS.check(Harmless(), stages, CPU)
     REFUSALS.check_callbacks([L.Callback()], stages)
+
+
+class ClipsByHand(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        self.optimizers().step()
+
+
+class Penalizes(ClipsByHand):
+    """Takes the norm of a gradient that is no parameter's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        features = self.encoder(batch["images"])
+        loss = F.cross_entropy(self.decoder(batch["tokens"], features), batch["label"])
+        (gradient,) = torch.autograd.grad(loss, features, retain_graph=True)
+        self.manual_backward(loss + gradient.norm())
+        self.optimizers().step()
+
+
+def test_a_manual_step_may_take_norms_of_gradients_of_values_and_not_of_parameters(stages: Any) -> None:
+    REFUSALS.check(Penalizes(), stages, CPU)
+    with pytest.raises(ConfigError, match=r"self\.clip_gradients"):
+        REFUSALS.check(ClipsByHand(), stages, CPU)
+    REFUSALS.check(ClipsByHand(), plan_of(SHARED), CPU)
 
 
 def test_replicas_may_take_norms() -> None:

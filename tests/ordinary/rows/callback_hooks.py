@@ -130,6 +130,27 @@ def callback_checkpoint(run: Run) -> dict[str, Any]:
     }
 
 
+@row(SECTION, "`self.trainer.should_stop = True` in `training_step`, in the midst of the second epoch")
+def stops_in_training(run: Run) -> dict[str, Any]:
+    class Stops(Ordinary):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.trainer.should_stop |= self.current_epoch == 1 and batch_idx == 2
+            return super().training_step(batch, batch_idx)
+
+    return fitted(run, Stops(), max_epochs=4)
+
+
+@row(SECTION, "`self.trainer.should_stop = True` in `validation_step`")
+def stops_in_validation(run: Run) -> dict[str, Any]:
+    class Stops(Ordinary):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            if self.current_epoch == 1 and not self.trainer.sanity_checking:
+                self.trainer.should_stop = True
+
+    return fitted(run, Stops(), max_epochs=4)
+
+
 @row(SECTION, "`trainer.should_stop = True` in `on_train_batch_end`")
 class Stops(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

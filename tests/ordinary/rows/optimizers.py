@@ -350,6 +350,63 @@ class Adversarial(Manual):
         second.step()
 
 
+@manual("`loss.backward()` in place of `self.manual_backward(loss)`")
+class PlainBackwardByHand(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.loss(batch).backward()
+        optimizer.step()
+
+
+@manual("clipping by hand with `torch.nn.utils.clip_grad_norm_` in the step")
+class ClipsByTorch(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        nn.utils.clip_grad_norm_(self.parameters(), 0.3)
+        optimizer.step()
+
+
+@manual(
+    "`torch.autograd.grad(loss, features)` weighs the loss, before `manual_backward`",
+    differs={"replicas": "each replica has the gradients of its own samples, as under DDP"},
+)
+class WeighsByGradients(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        features = self.encoder(batch["images"])
+        loss = torch.nn.functional.cross_entropy(self.decoder(batch["tokens"], features), batch["label"])
+        (gradient,) = torch.autograd.grad(loss, features, retain_graph=True)
+        self.manual_backward(loss * (1.0 + gradient.norm().detach()))
+        optimizer.step()
+
+
+@manual("`self.manual_backward(loss, inputs=...)`")
+class BackwardToInputs(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch), inputs=[*self.encoder.parameters()])
+        optimizer.step()
+
+
+@row(MANUAL, "`loss.backward()` in a step of automatic optimization, which Lightning zeroes after it")
+class BackwardInTheStep(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        loss.backward(retain_graph=True)
+        return loss
+
+
+@row(MANUAL, "`backward` is overridden by `loss.backward(inputs=...)`")
+class BackwardIsToInputs(Ordinary):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(inputs=[*self.decoder.parameters()])
+
+
 @manual("logs of a manual step", differs={"replicas": "without `sync_dist` each replica logs its own, as under DDP"})
 class LogsByHand(Manual):
     def training_step(self, batch: Any, batch_idx: int) -> None:

@@ -1,0 +1,95 @@
+"""Backwards that users' code calls itself, which are refused where their gradients would be wrong without a word.
+
+A schedule adds up the gradients of a step in parameters while it runs. What a backward in ``training_step`` gives to
+parameters would be among them, where one process zeroes it after the step. A backward that is told its `inputs` reaches
+neither gradients that a schedule has taken before, nor those of parameters on other ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.sharded.removable import put
+
+
+class StepBackwards:
+    """Refuses backwards in a training step, in the threads that run it; a schedule has backwards of its own."""
+
+    def __init__(self) -> None:
+        self._threads = set[int]()
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Enter around a schedule, in which backwards between `begun` and its end are refused.
+
+        Raises:
+            ConfigError: the step calls a backward.
+        """
+        with replaced(self._backward):
+            yield
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Enter around a run of the step."""
+        thread = threading.get_ident()
+        self._threads.add(thread)
+        try:
+            yield
+        finally:
+            self._threads.discard(thread)
+
+    def _backward(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() in self._threads:
+            raise ConfigError(
+                "training_step",
+                "a call of backward()",
+                "With automatic optimization Lightning drops what a step's own backward gives to parameters, and here "
+                "it would be added to the gradients of the loss",
+                "Take gradients by torch.autograd.grad(loss, inputs), or set self.automatic_optimization = False",
+            )
+        original(*args, **kwargs)
+
+
+@contextmanager
+def without_inputs(field: str, rule: str, fix: str) -> Iterator[None]:
+    """Enter around backwards that must reach all parameters.
+
+    Args:
+        field: what calls them, for the error.
+        rule: why it must.
+        fix: what works instead.
+
+    Raises:
+        ConfigError: one of them is told which `inputs` to give gradients to.
+    """
+
+    def backward(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("inputs") is not None or len(args) > 5:  # by its position
+            raise ConfigError(field, "backward(inputs=...)", rule, fix)
+        original(*args, **kwargs)
+
+    with replaced(backward):
+        yield
+
+
+@contextmanager
+def replaced(function: Callable[..., Any], name: str = "backward") -> Iterator[None]:
+    """Enter around code that calls `function` in place of a function of `torch.autograd`, which is its first argument.
+
+    Args:
+        function: what is called.
+        name: of what is replaced, ``backward`` or ``grad``.
+    """
+    original = getattr(torch.autograd, name)
+    take_away = put(torch.autograd, name, functools.wraps(original)(functools.partial(function, original)))
+    try:
+        yield
+    finally:
+        take_away()
