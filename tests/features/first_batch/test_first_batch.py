@@ -283,7 +283,8 @@ class Filing(Toy):
 
 
 def _lines(rank: int, folder: str, is_open: bool) -> tuple[list[str], list[str]]:
-    with patch("lightning_mm5d.features.first_batch._log.info") as info:
+    with patch("lightning_mm5d.features.first_batch._log.info") as info, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's, of sync_dist, which comes once in a process
         run = Run(ALONE)
         run.trainer().test(Filing(folder, is_open=is_open), run.loader(16), verbose=False)
     return Path(folder, "lines.txt").read_text().split(), [call.args[0] for call in info.call_args_list]
