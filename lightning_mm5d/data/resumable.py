@@ -373,8 +373,10 @@ class Resumable:
             yield read.popleft()
 
     def note_batch(self, number: int) -> None:
-        """Keep the state of the user's own loader after batch `number`, where Lightning fetches ahead of its steps."""
-        if self.progress.trainer is None or self.kind != "stateful" or self._is_sized():
+        """Keep the state of the user's own loader after batch `number`, where batches are fetched ahead of steps."""
+        if self.progress.trainer is None or self.kind != "stateful":
+            return
+        if self._is_sized() and self.ahead is None and self._states is None:
             return
         if self._states is None:
             self._states = deque(maxlen=2 * self.progress.batches_per_step + 1)

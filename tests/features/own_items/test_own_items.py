@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from features.toys import LANGUAGE, PAIR, PIXELS, TWINS, VISION, Layout, Run, Samples, Toy, alone, together, weights
 from lightning_mm5d import LazyTensor, Modality
@@ -94,6 +94,49 @@ def test_numbers_are_those_of_plain_tensors_and_each_rank_loads_its_own(layout: 
         assert lazily[5] == (True, None)
         reads_all = len(loaded) >= epochs
         assert in_workers[5] == (True, not reads_all), "workers load what a rank reads whole"
+
+
+class Stream(IterableDataset):
+    """Goes on where it was in each epoch."""
+
+    def __init__(self, lazy: bool) -> None:
+        self.samples, self.given = LazySamples() if lazy else IMAGES, 0
+
+    def __len__(self) -> int:
+        return len(IMAGES)
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.given += 1
+            yield self.samples[(self.given - 1) % len(IMAGES)]
+
+
+class Normalizing(Telling):
+    """Writes to what is to be loaded."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch["images"].sub_(0.5).mul_(2)
+        return batch
+
+
+def stream(run: Run) -> Any:
+    found = []
+    for cls in (Telling, Normalizing):
+        module, samples = cls(), Stream(run.layout is not None)
+        run.trainer(max_epochs=3, limit_train_batches=2).fit(module, run.loader(samples, 8))
+        found.append((weights(module), samples.given))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mm5d-own-items")]
+    return found
+
+
+def test_no_batch_is_read_that_no_step_takes_and_writes_of_hooks_count() -> None:
+    """vision: rank 0; language: rank 1"""
+    expected = alone(stream)
+    for rank in together(PAIR, stream):
+        for (got, given), (weight, plainly_given) in zip(rank, expected, strict=True):
+            assert given == plainly_given
+            for name, value in got.items():  # those that the other rank holds are NaN
+                assert value.isnan().any() or torch.allclose(value, weight[name], rtol=1e-9, atol=1e-9), name
 
 
 def test_one_process_reads_it_as_any_tensor() -> None:
