@@ -313,7 +313,7 @@ class _Row:
     def put_in_order(self, samples: Sizes) -> None:
         """Put the elements of dealt samples, of which each has one, into the order of the batch."""
         now, count = [*self.owner], sum(samples)
-        if samples.order is not None and [len(one) for one in self.added()] == [*samples] and len(now) >= count:
+        if [len(one) for one in self.added()] == [*samples] and samples.order is not None and len(now) >= count:
             self.owner.clear()
             self.owner.extend([*now[:-count], *samples.restored(now[-count:])])
 
