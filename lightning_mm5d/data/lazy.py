@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -21,10 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._utils import ExceptionWrapper
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.data.random_state import all_states, pack_states
 from lightning_mm5d.data.waiting import Waiting
 
 _CPU = torch.device("cpu")
@@ -77,17 +80,47 @@ class _Source:
 
     def values(self) -> Tensor:
         if self._values is None:
-            self._values = self._loaded() if self._future is None else self._future.result()
+            is_loading = self._future is not None and not self._future.cancelled()  # as at the end of a run
+            self._values = self._future.result() if self._future is not None and is_loading else self._loaded()
             self._future = None
         return self._values
 
+    def again(self) -> _Source:
+        """Return one that is loaded for itself, unless this is there: a data set may hold this for all epochs."""
+        return self if self._values is not None else _Source(self.load, self.shape, self.dtype)
+
+    def row(self) -> _Source:
+        """Return this as one row of a batch."""
+        row = _Source(_OneRow(self.load), (1, *self.shape), self.dtype)
+        row._values = None if self._values is None else self._values[None]
+        return row
+
     def _loaded(self) -> Tensor:
+        is_alone = threading.current_thread() is threading.main_thread()
+        states = pack_states(all_states(_CPU)) if is_alone else None
         values = torch.as_tensor(self.load())
+        if states is not None and not torch.equal(states, pack_states(all_states(_CPU))):
+            rule = (
+                "It runs in threads, while steps draw from the generators of Python, numpy or torch that it draws from"
+            )
+            fix = "Draw in __getitem__, and give load the numbers, or a seed for a generator of its own"
+            raise ConfigError("LazyTensor.load", self.load, rule, fix)
         if tuple(values.shape) != self.shape or values.dtype != self.dtype:
             got = f"{_form(values.dtype, values.shape)} from {self.load!r}"
             rule = f"It was said to give {_form(self.dtype, self.shape)}, and its sample was collated as that"
             raise ConfigError("LazyTensor.load", got, rule, "Give LazyTensor the shape and dtype that load returns")
         return values
+
+
+def _loads_in_worker(sources: Sequence[_Source]) -> bool:
+    """Whether this process is a worker that loads these: where the main process wants it, or could not."""
+    if get_worker_info() is None:
+        return False
+    try:
+        pickle.dumps([source.load for source in sources])
+    except Exception:  # a function within a function, an open file
+        return True
+    return not _kept
 
 
 class _OneRow:
@@ -110,11 +143,18 @@ class _Read:
 
 
 class _Piece(NamedTuple):
-    """The rows ``[start, end)`` of a source."""
+    """The rows ``[start, end)`` of a source, cast to one dtype after the other, as each of them rounds."""
 
     source: _Source
     start: int
     end: int
+    casts: tuple[torch.dtype, ...] = ()
+
+    def values(self) -> Tensor:
+        values = self.source.values()[self.start : self.end]
+        for dtype in self.casts:
+            values = values.to(dtype)
+        return values
 
 
 class LazyTensor(Waiting):
@@ -124,7 +164,7 @@ class LazyTensor(Waiting):
 
     Args:
         load: returns the values, as a tensor or an array on the CPU; where the DataLoader has workers, it can be
-            pickled. Called once, in any thread.
+            pickled. Called once, in any thread, so that it draws from no global generator.
         shape: of the values, with at least one dim.
         dtype: of the values.
 
@@ -141,15 +181,18 @@ class LazyTensor(Waiting):
         if not callable(load) or not shape:
             got, rule = (load, "load is a function without arguments") if shape else (shape, "shape has a dim or more")
             raise ConfigError("LazyTensor", got, rule, "Use LazyTensor(functools.partial(decode, path), (3, 224, 224))")
-        return _made((_Piece(_Source(load, tuple(shape), dtype), 0, shape[0]),), tuple(shape), dtype, _CPU)
+        source = _Source(load, tuple(shape), dtype)
+        if _loads_in_worker([source]):
+            source.values()  # here, where a worker is seeded and can raise
+        return _made((_Piece(source, 0, shape[0]),), tuple(shape), dtype, _CPU)
 
-    def rows(self, start: int, end: int) -> LazyTensor:
-        """Return the rows ``[start, end)``, which are loaded by themselves; writes to them are not seen here."""
-        return self._of(self._cut(start, end))
+    def rows(self, start: int, end: int) -> Tensor:
+        """Return the rows ``[start, end)``: of what was read, or which are loaded by themselves and not seen here."""
+        return self._of(self._cut(start, end)) if self._moved is None else self._moved[start:end]
 
     def chosen(self, index: Tensor, dim: int) -> Waiting:
         """Return the rows at the numbers `index` along `dim`."""
-        if dim:
+        if dim or self._moved is not None:  # what was read may have been written to
             return super().chosen(index, dim)
         numbers = index.tolist()
         ends = [0, *(i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1), len(numbers)]
@@ -170,14 +213,16 @@ class LazyTensor(Waiting):
     @property
     def is_whole(self) -> bool:
         """Whether it is all of one source, as that is loaded."""
-        (source, start, end), *others = self._pieces or [(None, 0, 0)]
-        return source is not None and not others and (start, end, source.dtype) == (0, source.shape[0], self.dtype)
+        if len(self._pieces) != 1:
+            return False
+        source, start, end, casts = self._pieces[0]
+        return (start, end, casts) == (0, source.shape[0], ())
 
     def key(self) -> bytes:
         """Return what is equal for equal sources in all processes; of sources that cannot be pickled their shapes."""
         if self._key is None:
             digest = hashlib.blake2b(digest_size=8)
-            for source, start, end in self._pieces:
+            for source, start, end, _ in self._pieces:
                 digest.update(f"{source.shape} {source.dtype} {start} {end}".encode())
                 with suppress(Exception):  # a function within a function, an open file
                     digest.update(pickle.dumps(source.load))
@@ -192,17 +237,18 @@ class LazyTensor(Waiting):
     def _cut(self, start: int, end: int) -> Iterator[_Piece]:
         """Yield the pieces of the rows ``[start, end)``."""
         first = 0
-        for source, begin, stop in self._pieces:
+        for piece in self._pieces:
+            begin, stop = piece.start, piece.end
             last = first + stop - begin
             if first < end and last > start and begin < stop:
-                yield _Piece(source, begin + max(start - first, 0), begin + min(end, last) - first)
+                yield piece._replace(start=begin + max(start - first, 0), end=begin + min(end, last) - first)
             first = last
 
     def moved(self) -> Tensor:
         """Return the values on the device, loaded at the first call; the same tensor each time."""
         if self._moved is None:
             self._read.is_set = True
-            parts = [source.values()[start:end] for source, start, end in self._pieces]
+            parts = [piece.values() for piece in self._pieces]
             # always a copy: others read the same sources
             values = torch.cat(parts) if parts else torch.empty(self.shape)
             self._moved = values.to(self.device, self.dtype, non_blocking=True)
@@ -211,10 +257,10 @@ class LazyTensor(Waiting):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first, options = args[0] if args else None, kwargs or {}
-        if func in (torch.stack, torch.cat, torch.concat) and options.get("dim", [*args, 0][1]) == 0:
-            tensors = [*first] if isinstance(first, (list, tuple)) else []
-            if tensors and "out" not in options and _are_alike(tensors, func is torch.stack):
-                return _joined(tensors, is_stack=func is torch.stack)
+        if func in (torch.stack, torch.cat, torch.concat) and first and not options.keys() - {"dim"}:
+            dim = options.get("dim", [*args, 0][1])
+            if dim == 0 and _are_alike(first, func is torch.stack):
+                return _joined(first, is_stack=func is torch.stack)
         if isinstance(first, LazyTensor) and first._moved is None:
             if func is Tensor.pin_memory:
                 return first
@@ -222,19 +268,27 @@ class LazyTensor(Waiting):
                 return first._as(first.dtype, first.device)
             if func in _CASTS:
                 return first.to(_CASTS[func])
-            if func is Tensor.to and (form := _form_of(first, *args[1:], **options)) is not None:
+            is_cast = func is Tensor.type and any(isinstance(dtype, torch.dtype) for dtype in args[1:])
+            if (func is Tensor.to or is_cast) and (form := _form_of(first, *args[1:], **options)) is not None:
                 return first if form == (first.dtype, first.device) else first._as(*form)
         return super().__torch_function__(func, types, args, kwargs)
 
     def _as(self, dtype: torch.dtype, device: torch.device) -> LazyTensor:
-        made = _made(self._pieces, tuple(self.shape), dtype, device)
+        casts = () if dtype == self.dtype else (dtype,)
+        pieces = tuple(piece._replace(casts=piece.casts + casts) for piece in self._pieces)
+        made = _made(pieces, tuple(self.shape), dtype, device)
         made._key, made._read = self._key, self._read
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        loads = get_worker_info() is not None and not _kept
-        values = self.moved() if loads else self._moved
-        return _rebuilt, (None if loads else self._pieces, tuple(self.shape), self.dtype, self.key(), values)
+        values: Tensor | ExceptionWrapper | None = self._moved
+        if values is None and _loads_in_worker([piece.source for piece in self._pieces]):
+            try:
+                values = self.moved()
+            except Exception:  # a queue would drop the batch, for which the main process waits
+                values = ExceptionWrapper(where="a worker's LazyTensor")
+        pieces = self._pieces if values is None else None
+        return _rebuilt, (pieces, tuple(self.shape), self.dtype, self.key(), values)
 
 
 def _made(pieces: tuple[_Piece, ...], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> LazyTensor:
@@ -245,9 +299,13 @@ def _made(pieces: tuple[_Piece, ...], shape: tuple[int, ...], dtype: torch.dtype
 
 
 def _rebuilt(
-    pieces: tuple[_Piece, ...] | None, shape: tuple[int, ...], dtype: torch.dtype, key: bytes, values: Tensor | None
+    pieces: tuple[_Piece, ...] | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    key: bytes,
+    values: Tensor | ExceptionWrapper | None,
 ) -> LazyTensor:
-    """Undo `LazyTensor.__reduce_ex__`: without pieces it was loaded in a worker."""
+    """Undo `LazyTensor.__reduce_ex__`: without pieces its values were read before."""
     if pieces is None:
         assert values is not None
         source = _Source(_Loaded(values), shape, dtype)
@@ -258,12 +316,15 @@ def _rebuilt(
 
 
 class _Loaded:
-    """Gives a tensor that is there."""
+    """Gives a tensor that is there, or raises what a worker has raised for it."""
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor | ExceptionWrapper) -> None:
         self.values = values
 
     def __call__(self) -> Tensor:
+        if not isinstance(self.values, Tensor):
+            self.values.reraise()
+            raise AssertionError
         return self.values
 
 
@@ -299,9 +360,11 @@ def _form(dtype: torch.dtype, shape: Sequence[int]) -> str:
 def _joined(tensors: Sequence[LazyTensor], *, is_stack: bool) -> LazyTensor:
     first, shape = tensors[0], tuple(tensors[0].shape)
     if is_stack:
-        rows = [_Source(_OneRow(tensor._pieces[0].source.load), (1, *shape), tensor.dtype) for tensor in tensors]
+        rows = [tensor._pieces[0].source.row() for tensor in tensors]
         return _made(tuple(_Piece(one, 0, 1) for one in rows), (len(rows), *shape), first.dtype, first.device)
-    pieces = tuple(piece for tensor in tensors for piece in tensor._pieces)
+    found = [piece for tensor in tensors for piece in tensor._pieces]
+    sources = {piece.source: piece.source.again() for piece in found}
+    pieces = tuple(piece._replace(source=sources[piece.source]) for piece in found)
     return _made(pieces, (sum(len(tensor) for tensor in tensors), *shape[1:]), first.dtype, first.device)
 
 

@@ -369,20 +369,37 @@ class Resumable:
         return group
 
     def read_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches; while `ahead` is there it is given each when the one before is still to come."""
+        """Yield batches; while `ahead` is there it is given each when the one before is still to come.
+
+        What raises there raises when its batch is asked for.
+        """
         read = deque[Any]()
+        failed: Exception | None = None
         while True:
-            while len(read) < (1 if self.ahead is None else 2) and (batch := next(batches, _END)) is not _END:
+            self.progress.fetching()  # also where the batch was read before
+            while len(read) < (1 if self.ahead is None else 2) and failed is None:
+                try:
+                    batch = next(batches, _END)
+                except Exception as error:
+                    failed = error
+                    break
+                if batch is _END:
+                    break
                 if self.ahead is not None:
                     self.ahead(batch)
                 read.append(batch)
-            if not read:
+            if read:
+                yield read.popleft()
+            elif failed is not None:
+                raise failed
+            else:
                 return
-            yield read.popleft()
 
     def note_batch(self, number: int) -> None:
-        """Keep the state of the user's own loader after batch `number`, where Lightning fetches ahead of its steps."""
-        if self.progress.trainer is None or self.kind != "stateful" or self._is_sized():
+        """Keep the state of the user's own loader after batch `number`, where batches are fetched ahead of steps."""
+        if self.progress.trainer is None or self.kind != "stateful":
+            return
+        if self._is_sized() and self.ahead is None and self._states is None:
             return
         if self._states is None:
             self._states = deque(maxlen=2 * self.progress.batches_per_step + 1)

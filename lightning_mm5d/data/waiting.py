@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _TELLING = {
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.__hash__, Tensor.is_contiguous),
-    Tensor.is_inference,
+    *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference, Tensor.is_inference),
     *(
         getattr(Tensor, name).__get__
         for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta", "layout")

@@ -22,10 +22,9 @@ from typing import Any
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
-from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.batches import split_replicas
 from lightning_mm5d.data.lazy import LazyTensor
-from lightning_mm5d.data.microbatch import Microbatch, with_tensors
+from lightning_mm5d.data.microbatch import Microbatch, counted, with_tensors
 from lightning_mm5d.data.packed_images import Path
 from lightning_mm5d.data.resumable import Resumable
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
@@ -34,6 +33,8 @@ from lightning_mm5d.trainer.feature import Attached, Feature, Running
 
 _MOST_THREADS = 8
 Parts = Mapping[int, Sequence[Microbatch]]
+Place = tuple[int, Path, int]
+"""replica, path in the batch, and number of the microbatch"""
 
 
 class OwnItems(Feature):
@@ -52,7 +53,7 @@ class _OwnItems(Attached, AroundSteps):
         self._served = running.plan.layout.replicas_of_rank(running.rank)
         self._shown: Any = None  # the loaders that show batches ahead
         self._loaders: list[Resumable] = []
-        self._wanted: set[tuple[int, Path, int]] = set()
+        self._wanted: set[Place] = set()
         self._pool: ThreadPoolExecutor | None = None
         running.engine.around.append(self)
 
@@ -65,27 +66,35 @@ class _OwnItems(Attached, AroundSteps):
         found = {place: tensor.is_read for place, tensor in _lazy(parts)}
         if not found:
             return
-        self._wanted = {place for place, is_read in found.items() if is_read}
+        self._wanted = {self._seen(place) for place, is_read in found.items() if is_read}
         if self._pool is None:
             threads = min(_MOST_THREADS, (os.cpu_count() or 1) // max(1, self._trainer.num_devices))
             self._pool = ThreadPoolExecutor(max(1, threads), "mm5d-own-items")
         if self._shown is not self._trainer.train_dataloader:
             self._shown = self._trainer.train_dataloader
             self._loaders = [one for one in CombinedLoader(self._shown).flattened if isinstance(one, Resumable)]
+        batches = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        # a stream that keeps its place between epochs gives no batch that no step takes
+        is_followed = batches + 1 < self._trainer.num_training_batches
         for loader in self._loaders:
-            loader.ahead = self._begin
+            loader.ahead = self._begin if is_followed else None
             kept = getattr(loader, "kept", None)
             if kept is not None:
-                kept.set(len(self._wanted) < len(found))
+                kept.set(not all(found.values()))
+
+    def _seen(self, place: Place) -> Place:
+        """Return the place where `_begin` sees a tensor: in the whole batch, unless the strategy splits that."""
+        number, path, index = place
+        return number, path, index if self._parts.splits else 0
 
     def _begin(self, batch: Any) -> None:
         """Begin to load what this rank will read of a batch."""
         if self._pool is None:
             return
-        with suppress(ConfigError):  # the step raises it again
+        with suppress(Exception):  # hooks may make of it what can be split; else the step raises it again
             batches = split_replicas(batch, len(self._served))
             parts = {
-                number: self._parts.split(one)
+                number: self._parts.split(one) if self._parts.splits else [counted(one, None)]
                 for number, one in zip(self._served, batches, strict=True)
                 if one is not None
             }
@@ -114,8 +123,8 @@ class _Learning(AroundStep):
         self._items.learn(self._step.microbatches)
 
 
-def _lazy(parts: Parts) -> Iterator[tuple[tuple[int, Path, int], LazyTensor]]:
-    """Yield the lazy tensors of microbatches, by replica, path in the batch and number of the microbatch."""
+def _lazy(parts: Parts) -> Iterator[tuple[Place, LazyTensor]]:
+    """Yield the lazy tensors of microbatches."""
     for number, microbatches in parts.items():
         for index, part in enumerate(microbatches):
             found: list[tuple[Path, LazyTensor]] = []

@@ -199,15 +199,24 @@ class _Object:
         """Join what the marks tell, but for the entries in `apart`."""
         now = self._now()
         inside = [one for name, one in self._inside.items() if name not in apart]
+        for name in self._inside.keys() & set(apart):
+            if isinstance(one := self._inside[name], _Row):
+                one.put_in_order(samples)
         rows = [one for one in inside if isinstance(one, _Row)]
         marks = self._marks if len(self._marks) == len(samples) else []
         for name in {name: 0 for mark in marks for name in mark if isinstance(name, BatchNumber)}:  # of this batch
             now[name] = merge([detached(mark.get(name, self._values.get(name))) for mark in marks], samples)
         for name, last in (marks[-1] if marks else {}).items():
             values = [mark.get(name) for mark in marks]
-            if name in apart or isinstance(name, BatchNumber):
+            if isinstance(name, BatchNumber):
                 continue
             before = self._inside.get(name)
+            if name in apart:
+                if isinstance(last, list) and before is None and isinstance(now.get(name), list):
+                    row = _Row(now[name], _DEEP, values=[])
+                    row.marks = [[] if value is None else value for value in values]
+                    row.put_in_order(samples)
+                continue
             held = before.values if isinstance(before, _Row) else self._values.get(name)
             if (joined := _joined_rows(values, samples, held)) is not _MISSING:
                 now[name] = joined
@@ -296,10 +305,17 @@ class _Row:
             if all(one is not _MISSING for one in joined):
                 self.owner.clear()
                 self.owner.extend([*self.values[_dropped(self.values, self.marks[0]) :], *joined])
-        elif is_last and counts == [*samples]:  # an element for each sample
-            self.owner[-sum(samples) :] = samples.restored(self.owner[-sum(samples) :])
+        elif is_last:
+            self.put_in_order(samples)
         for one in self._inside.values():
             one.join(samples)
+
+    def put_in_order(self, samples: Sizes) -> None:
+        """Put the elements of dealt samples, of which each has one, into the order of the batch."""
+        now, count = [*self.owner], sum(samples)
+        if [len(one) for one in self.added()] == [*samples] and samples.order is not None and len(now) >= count:
+            self.owner.clear()
+            self.owner.extend([*now[:-count], *samples.restored(now[-count:])])
 
     def restore(self) -> None:
         self.marks.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,7 @@ HANDLING: dict[str, Callable[[Any], Any]] = {
     "a place": lambda x: x.to("cpu").device,
     "pinning": lambda x: LazyTensor.pin_memory(x).shape if isinstance(x, LazyTensor) else x.shape,
     "a dtype": lambda x: (x.to(torch.float64).dtype, x.half().dtype, x.to("cpu", torch.bfloat16).dtype),
+    "a type": lambda x: (x.type(torch.float64).dtype, torch.is_floating_point(x), torch.numel(x)),
     "one like it": lambda x: x.to(torch.zeros(1, dtype=torch.float64)).dtype,
     "a batch": lambda x: default_collate([{"x": x}, {"x": x}])["x"].shape,
     "rows": lambda x: torch.cat([x, x, x]).shape,
@@ -58,6 +60,8 @@ READING: dict[str, Callable[[Any], Any]] = {
     "a pickle": lambda x: pickle.loads(pickle.dumps(x)) * 1,
     "joined with others": lambda x: torch.cat([x, torch.ones(1, 3)]),
     "joined along another dim": lambda x: torch.cat([x, x], 1),
+    "joined along another axis": lambda x: torch.cat([x, x], axis=1),
+    "stacked by name": lambda x: torch.stack(tensors=[x, x]) * 1,
     "stacked along another dim": lambda x: torch.stack([x, x], dim=-1),
     "a batch": lambda x: default_collate([x, x]) * 1,
     "rows of rows": lambda x: torch.stack([torch.cat([x, x])[1:3], x]) * 1,
@@ -104,6 +108,42 @@ def test_writes_to_a_slice_are_seen_in_the_whole() -> None:
     assert float(tensor.sum()) == 3
 
 
+def test_casts_round_one_after_the_other() -> None:
+    number = 1001
+    assert not torch.equal(load(number).bfloat16().float(), load(number))
+    for tensor in (lazy(number).bfloat16().float(), torch.stack([lazy(number).bfloat16().float()])[0]):
+        assert torch.equal(tensor * 1, load(number).bfloat16().float())
+
+
+def test_writes_to_a_batch_are_seen_in_its_microbatches_and_pickles() -> None:
+    """as of a hook that normalizes in place"""
+    batch = {"x": torch.stack([lazy(0), lazy(1), lazy(2), lazy(3)])}
+    batch["x"].mul_(2).sub_(1)
+    expected = torch.stack([load(number) for number in range(4)]) * 2 - 1
+    for parts in (split(batch, 2), split(batch, 2, dealer=lambda rows, sizes: [[0, 3], [1, 2]])):
+        for part, places in zip(parts, (part.places for part in parts), strict=True):
+            own = [*places] if places else [0, 1] if part is parts[0] else [2, 3]
+            assert torch.equal(part.batch["x"] * 1, expected[own])
+    assert torch.equal(pickle.loads(pickle.dumps(batch["x"])) * 1, expected)
+
+
+def test_a_data_set_that_holds_its_lazy_tensors_holds_no_values() -> None:
+    held = [lazy(0), lazy(1)]
+    for _ in range(2):
+        for joined in (torch.cat(held), torch.stack(held)):
+            LOADED.clear()
+            joined.sum()
+            assert LOADED == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: torch.rand(()), np.random.rand, random.random], ids=["torch", "numpy", "python"]
+)
+def test_a_load_that_draws_from_global_generators_is_refused(draw: Callable[[], Any]) -> None:
+    with pytest.raises(ConfigError, match=r"LazyTensor.load: got .* Draw in __getitem__"):
+        LazyTensor(lambda: torch.ones(2) * float(draw()), (2,)).sum()
+
+
 def test_writes_to_one_are_not_seen_in_copies_that_load_for_themselves() -> None:
     tensor = lazy(0)
     other, cast = tensor.clone(), tensor.double()
@@ -139,6 +179,16 @@ class Items(Dataset):
         return {"x": lazy(index), "y": index}
 
 
+class Held(Items):
+    """Holds lazy tensors that no worker can send, or load."""
+
+    def __init__(self, load: Callable[[int], Any]) -> None:
+        self.items = [LazyTensor(lambda index=index: load(index), (2, 3)) for index in range(4)]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+
 class Asking:
     """Tells a worker what it keeps."""
 
@@ -163,3 +213,27 @@ def test_workers_load_it_unless_they_are_told_to_keep_it(said: bool | None) -> N
         assert digests(batch) == digests(default_collate([Items()[2 * index], Items()[2 * index + 1]]))
         assert len(LOADED) == (4 if said else 2)
         LOADED.clear()
+
+
+def test_workers_load_what_they_cannot_send() -> None:
+    kept = Kept()
+    loader = DataLoader(Held(load), batch_size=2, num_workers=1, worker_init_fn=Asking(kept))
+    for index, batch in enumerate(loader):
+        assert torch.equal(batch * 1, torch.stack([load(2 * index), load(2 * index + 1)]))
+
+
+def broken(index: int) -> Tensor:
+    raise OSError(f"item {index} is broken")
+
+
+class Broken(Items):
+    def __getitem__(self, index: int) -> Any:
+        return LazyTensor(functools.partial(broken, index), (2, 3))
+
+
+def test_what_a_worker_cannot_load_is_raised_and_nothing_waits() -> None:
+    with pytest.raises(OSError, match="item 0 is broken"):
+        next(iter(DataLoader(Broken(), num_workers=1, timeout=60)))
+    batch = next(iter(DataLoader(Held(broken), num_workers=1, timeout=60)))
+    with pytest.raises(OSError, match="item 0 is broken"):
+        batch.sum()

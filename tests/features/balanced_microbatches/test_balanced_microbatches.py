@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,8 @@ class Album(Toy):
         super().__init__(lr=0.1)
         self.sizes: list[int] = []
         self.seen: list[Any] = []
+        self.names: list[str] = []
+        self.recent = deque[str](maxlen=100)
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         counts, pixels = batch["image_items"], batch["pixel_values"]
@@ -75,6 +78,8 @@ class Album(Toy):
         logits = self(batch)
         self.last = logits.detach()
         self.seen.append({"names": batch["names"], "logits": logits.detach()})
+        self.names.extend(batch["names"])
+        self.recent.extend(batch["names"])
         loss = F.cross_entropy(logits, batch["label"])
         self.log("loss", loss, sync_dist=True)
         return {"loss": loss, "logits": logits.detach(), "names": batch["names"], "label": batch["label"].numpy()}
@@ -91,7 +96,7 @@ def train(run: Run) -> Any:
     trainer = run.trainer(max_epochs=2)
     trainer.fit(module, run.loader(Albums(), 8, collate_fn=packed))
     found = trainer.predict(module, DataLoader(Albums(), batch_size=8, collate_fn=packed))
-    return weights(module), module.kept, module.seen, found, module.sizes
+    return weights(module), module.kept, [module.seen, module.names, [*module.recent]], found, module.sizes
 
 
 TRIO = Layout({"vision": Modality(**VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 3)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from features.toys import LANGUAGE, PAIR, PIXELS, TWINS, VISION, Layout, Run, Samples, Toy, alone, together, weights
 from lightning_mm5d import LazyTensor, Modality
@@ -94,6 +97,117 @@ def test_numbers_are_those_of_plain_tensors_and_each_rank_loads_its_own(layout: 
         assert lazily[5] == (True, None)
         reads_all = len(loaded) >= epochs
         assert in_workers[5] == (True, not reads_all), "workers load what a rank reads whole"
+
+
+class Stream(IterableDataset):
+    """Goes on where it was in each epoch."""
+
+    def __init__(self, lazy: bool) -> None:
+        self.samples, self.given = LazySamples() if lazy else IMAGES, 0
+
+    def __len__(self) -> int:
+        return len(IMAGES)
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.given += 1
+            yield self.samples[(self.given - 1) % len(IMAGES)]
+
+
+class Normalizing(Telling):
+    """Writes to what is to be loaded."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch["images"].sub_(0.5).mul_(2)
+        return batch
+
+
+def stream(run: Run) -> Any:
+    found = []
+    for cls in (Telling, Normalizing):
+        module, samples = cls(), Stream(run.layout is not None)
+        run.trainer(max_epochs=3, limit_train_batches=2).fit(module, run.loader(samples, 8))
+        found.append((weights(module), samples.given))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mm5d-own-items")]
+    return found
+
+
+def test_no_batch_is_read_that_no_step_takes_and_writes_of_hooks_count() -> None:
+    """vision: rank 0; language: rank 1"""
+    expected = alone(stream)
+    for rank in together(PAIR, stream):
+        for (got, given), (weight, plainly_given) in zip(rank, expected, strict=True):
+            assert given == plainly_given
+            for name, value in got.items():  # those that the other rank holds are NaN
+                assert value.isnan().any() or torch.allclose(value, weight[name], rtol=1e-9, atol=1e-9), name
+
+
+class Torn(LazySamples):
+    """Cannot give its 17th sample."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 16:
+            raise OSError("sample 16 is torn")
+        return super().__getitem__(index)
+
+
+def tear(run: Run) -> Any:
+    stops, fails = Ordered(), Ordered()
+    run.trainer(max_steps=4).fit(stops, run.loader(Torn(), 4, sampler=range(32)))
+    with pytest.raises(OSError, match="sample 16 is torn"):
+        run.trainer().fit(fails, run.loader(Torn(), 4, sampler=range(32)))
+    return len(stops.labels), len(fails.labels)
+
+
+def test_what_cannot_be_read_ahead_raises_when_its_step_begins() -> None:
+    """vision: rank 0; language: rank 1"""
+    assert together(PAIR, tear) == [(4, 4), (4, 4)]
+
+
+class Stateful(DataLoader):
+    """Knows its length, and saves how many batches it has given."""
+
+    given = begins = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.given, self.begins = self.begins, 0
+        for batch in itertools.islice(super().__iter__(), self.given, None):
+            self.given += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begins = state["given"]
+
+
+class Ordered(Telling):
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: list[Any] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.labels.append(batch["tokens"].tolist())
+
+
+def stop_and_go_on(run: Run) -> Any:
+    def order(path: Any = None, **options: Any) -> list[Any]:
+        module = Ordered()
+        loader = Stateful(LazySamples(), batch_size=4)
+        run.trainer(enable_checkpointing=True, **options).fit(module, loader, ckpt_path=path)
+        return module.labels
+
+    saving = ModelCheckpoint(run.folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    whole = order(callbacks=[saving])
+    return [(order(run.folder / f"step={step}.ckpt", callbacks=[]), whole[step:]) for step in (1, 3, 7)]
+
+
+def test_a_loader_with_a_state_of_its_own_goes_on_with_the_batch_after_the_last_step(tmp_path: Path) -> None:
+    """vision: rank 0; language: rank 1"""
+    for rank in together(PAIR, stop_and_go_on, tmp_path, limit=120):
+        for got, expected in rank:
+            assert got == expected
 
 
 def test_one_process_reads_it_as_any_tensor() -> None:
