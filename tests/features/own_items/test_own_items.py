@@ -195,7 +195,8 @@ def stop_and_go_on(run: Run) -> Any:
     def order(path: Any = None, **options: Any) -> list[Any]:
         module = Ordered()
         loader = Stateful(LazySamples(), batch_size=4)
-        run.trainer(enable_checkpointing=True, **options).fit(module, loader, ckpt_path=path)
+        trainer = run.trainer(enable_checkpointing=True, default_root_dir=run.folder, **options)
+        trainer.fit(module, loader, ckpt_path=path)
         return module.labels
 
     saving = ModelCheckpoint(run.folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
