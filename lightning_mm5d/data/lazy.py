@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
+from traceback import format_exception
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._utils import ExceptionWrapper
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -281,12 +281,12 @@ class LazyTensor(Waiting):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        values: Tensor | ExceptionWrapper | None = self._moved
+        values: Tensor | Exception | None = self._moved
         if values is None and _loads_in_worker([piece.source for piece in self._pieces]):
             try:
                 values = self.moved()
-            except Exception:  # a queue would drop the batch, for which the main process waits
-                values = ExceptionWrapper(where="a worker's LazyTensor")
+            except Exception as error:  # a queue would drop the batch, for which the main process waits
+                values = RuntimeError(f"LazyTensor.load in a worker: {''.join(format_exception(error))}")
         pieces = self._pieces if values is None else None
         return _rebuilt, (pieces, tuple(self.shape), self.dtype, self.key(), values)
 
@@ -303,7 +303,7 @@ def _rebuilt(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     key: bytes,
-    values: Tensor | ExceptionWrapper | None,
+    values: Tensor | Exception | None,
 ) -> LazyTensor:
     """Undo `LazyTensor.__reduce_ex__`: without pieces its values were read before."""
     if pieces is None:
@@ -318,13 +318,12 @@ def _rebuilt(
 class _Loaded:
     """Gives a tensor that is there, or raises what a worker has raised for it."""
 
-    def __init__(self, values: Tensor | ExceptionWrapper) -> None:
+    def __init__(self, values: Tensor | Exception) -> None:
         self.values = values
 
     def __call__(self) -> Tensor:
-        if not isinstance(self.values, Tensor):
-            self.values.reraise()
-            raise AssertionError
+        if isinstance(self.values, Exception):
+            raise self.values
         return self.values
 
 
