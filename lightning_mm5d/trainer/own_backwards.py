@@ -11,6 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -88,7 +89,12 @@ def replaced(function: Callable[..., Any], name: str = "backward") -> Iterator[N
         name: of what is replaced, ``backward`` or ``grad``.
     """
     original = getattr(torch.autograd, name)
-    take_away = put(torch.autograd, name, functools.wraps(original)(functools.partial(function, original)))
+    called = original
+    if isinstance(original, FunctionType):
+        # it gives what its module has under its name to `__torch_function__` of its arguments, which knows itself alone
+        known = {**original.__globals__, name: original}
+        called = FunctionType(original.__code__, known, name, original.__defaults__, original.__closure__)
+    take_away = put(torch.autograd, name, functools.wraps(original)(functools.partial(function, called)))
     try:
         yield
     finally:
