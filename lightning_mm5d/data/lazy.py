@@ -11,6 +11,7 @@ Workers of a DataLoader decode it as they would any image, unless the rank has t
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import pickle
 import threading
@@ -286,7 +287,7 @@ class LazyTensor(Waiting):
             try:
                 values = self.moved()
             except Exception as error:  # a queue would drop the batch, for which the main process waits
-                values = RuntimeError(f"LazyTensor.load in a worker: {''.join(format_exception(error))}")
+                values = _sent(error)
         pieces = self._pieces if values is None else None
         return _rebuilt, (pieces, tuple(self.shape), self.dtype, self.key(), values)
 
@@ -313,6 +314,18 @@ def _rebuilt(
     made = _made(pieces, shape, dtype, _CPU)
     made._key = key
     return made
+
+
+def _sent(error: Exception) -> Exception:
+    """Return an error that can cross to another process, with its traceback: itself, or one that says it."""
+    text = f"in a worker: {''.join(format_exception(error))}"
+    try:
+        pickle.dumps(error)
+        sent = copy.copy(error)  # is made as the other process makes it
+    except Exception:  # an error of a class with arguments of its own
+        return RuntimeError(text)
+    sent.add_note(text)
+    return sent
 
 
 class _Loaded:
