@@ -242,7 +242,7 @@ class StackedLosses(Ordinary):
 
     def on_train_epoch_end(self) -> None:
         losses = torch.stack([output["loss"] for output in self.outputs])
-        self.seen += [float(losses.max()), float(len(losses))]
+        self.seen += [float(losses.mean()), float(len(losses))]
         self.outputs.clear()
 
 
