@@ -1,4 +1,4 @@
-"""Samples with 0 to 30 JPEG images and a WAV file each, on four ranks: decoded by whoever reads them, or by all.
+"""Samples with 0 to 30 JPEG images and a WAV file each, on four ranks, which decode what they read, or everything.
 
 Files of 256 x 256 pixels and a second of sound are written once and decoded in each step, with Pillow and the standard
 library. The models are small, so that decoding is most of a step. Sides take turns; images that each rank has
@@ -14,17 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from turns import Side, Turns, fit, median_ratio, milliseconds, race, row
+from varying_images import TOKENS, WIDTH, Album, image_counts
 
 from lightning_mm5d import LazyTensor, Modality, MultimodalStrategy
 
-STEPS, BATCH, MICROBATCHES, TOKENS, WIDTH, PIXELS, FILES, SOUND = 16, 32, 4, 8, 64, 64, 64, 16000
+STEPS, BATCH, MICROBATCHES, PIXELS, FILES, SOUND = 16, 32, 4, 64, 64, 16000
 DECODED = {"images": 0, "sounds": 0}
 
 
@@ -43,34 +43,24 @@ def decode_sound(path: Path) -> Tensor:
         return torch.frombuffer(bytearray(sound.readframes(SOUND)), dtype=torch.int16).float() / 2**15
 
 
-class Album(L.LightningModule):
+class Talking(Album):
     """Texts with any number of images and a piece of sound."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.vision = nn.Sequential(nn.Flatten(), nn.Linear(3 * PIXELS**2, WIDTH))
+        vision = nn.Sequential(nn.Flatten(), nn.Linear(3 * PIXELS**2, WIDTH))
+        super().__init__(vision, nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))
         self.audio = nn.Sequential(nn.Linear(SOUND, WIDTH))
-        self.language = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        pixels, counts = batch["pixel_values"], batch["image_items"]
-        hidden = batch["inputs_embeds"] + self.audio(batch["sounds"])[:, None]
-        if pixels is not None:
-            owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
-            hidden = hidden.index_add(0, owner, self.vision(pixels)[:, None].expand(-1, TOKENS, -1))
-        return self.language(hidden).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+    def embedded(self, batch: dict[str, Any]) -> Tensor:
+        """[B, S, D], with the sound of each sample."""
+        return super().embedded(batch) + self.audio(batch["sounds"])[:, None]
 
 
 class Albums(Dataset):
     """The same samples in every process."""
 
     def __init__(self, folder: Path, *, lazy: bool) -> None:
-        generator = torch.Generator().manual_seed(0)
-        numbers = torch.empty(BATCH * STEPS).log_normal_(1, 1, generator=generator)
-        self.counts, self.folder, self.lazy = numbers.int().clamp(max=30).tolist(), folder, lazy
+        self.counts, self.folder, self.lazy = image_counts(BATCH * STEPS), folder, lazy
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -105,7 +95,7 @@ def _train(turns: Turns, rank: int, *, folder: Path, layout: str, lazy: bool) ->
         "language": Modality(module="language", pp_size=1 if layout == "vision dp 2" else 2),
     }
     strategy = MultimodalStrategy(modalities, batching={"num_microbatches": MICROBATCHES, "balance": True})
-    fit(Album(), DataLoader(Albums(folder, lazy=lazy), batch_size=BATCH, collate_fn=_collate), strategy, 4, turns)
+    fit(Talking(), DataLoader(Albums(folder, lazy=lazy), batch_size=BATCH, collate_fn=_collate), strategy, 4, turns)
     return DECODED["images"], DECODED["sounds"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 

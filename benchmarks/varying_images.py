@@ -63,14 +63,17 @@ class Tower(nn.Module):
 class Album(L.LightningModule):
     """Texts with any number of images."""
 
-    def __init__(self, encoders: int, stages: int) -> None:
+    def __init__(self, vision: nn.Module, language: nn.Module) -> None:
         super().__init__()
-        self.vision = Tower(2, encoders * IMAGE_S, per_row=True)
-        self.language = Tower(4, stages * LANGUAGE_S, per_row=False)
+        self.vision, self.language = vision, language
+
+    def embedded(self, batch: dict[str, Any]) -> Tensor:
+        """[B, S, D], before images are added."""
+        return batch["inputs_embeds"]
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         pixels, counts = batch["pixel_values"], batch["image_items"]
-        hidden = batch["inputs_embeds"]
+        hidden = self.embedded(batch)
         if pixels is not None:
             owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
             hidden = hidden.index_add(0, owner, self.vision(pixels)[:, None].expand(-1, TOKENS, -1))
@@ -80,13 +83,17 @@ class Album(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+def image_counts(samples: int) -> list[int]:
+    """Return how many images each sample has, the same in every process."""
+    numbers = torch.empty(samples).log_normal_(1, 1, generator=torch.Generator().manual_seed(0))
+    return numbers.int().clamp(max=30).tolist()
+
+
 class Albums(Dataset):
-    """Samples with 0 to 30 images, the same in every process."""
+    """Samples with 0 to 30 images."""
 
     def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        numbers = torch.empty(BATCH * STEPS).log_normal_(1, 1, generator=generator)
-        self.counts = numbers.int().clamp(max=30).tolist()
+        self.counts = image_counts(BATCH * STEPS)
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -111,7 +118,9 @@ def _train(turns: Turns, rank: int, *, encoders: int, stages: int, balance: bool
     batching = {"num_microbatches": MICROBATCHES, "balance": balance}
     strategy = MultimodalStrategy(modalities, batching=batching)
     loader = DataLoader(Albums(), batch_size=BATCH, collate_fn=_collate)
-    fit(Album(encoders, stages), loader, strategy, encoders + stages, turns)
+    vision = Tower(2, encoders * IMAGE_S, per_row=True)
+    language = Tower(4, stages * LANGUAGE_S, per_row=False)
+    fit(Album(vision, language), loader, strategy, encoders + stages, turns)
 
 
 def measure(encoders: int, stages: int) -> None:

@@ -5,7 +5,7 @@ Graham, Bounds on Multiprocessing Timing Anomalies, 1969), where those of about 
 anew. So batches are equally full, and there are as many in each epoch. The order is a function of (seed, epoch): a run
 goes on in the midst of an epoch as with any sampler. Of a stream the samples of a window are packed.
 
-All replicas pack alike, and each takes every k-th batch.
+All of k replicas pack the same batches, of which each takes every k-th.
 """
 
 from __future__ import annotations

@@ -117,11 +117,13 @@ def _loads_in_worker(sources: Sequence[_Source]) -> bool:
     """Whether this process is a worker that loads these: where the main process wants it, or could not."""
     if get_worker_info() is None:
         return False
+    if not _kept:
+        return True
     try:
         pickle.dumps([source.load for source in sources])
     except Exception:  # a function within a function, an open file
         return True
-    return not _kept
+    return False
 
 
 class _OneRow:
@@ -260,7 +262,7 @@ class LazyTensor(Waiting):
         first, options = args[0] if args else None, kwargs or {}
         if func in (torch.stack, torch.cat, torch.concat) and first and not options.keys() - {"dim"}:
             dim = options.get("dim", [*args, 0][1])
-            if dim == 0 and _are_alike(first, func is torch.stack):
+            if dim == 0 and _can_be_joined(first, func is torch.stack):
                 return _joined(first, is_stack=func is torch.stack)
         if isinstance(first, LazyTensor) and first._moved is None:
             if func is Tensor.pin_memory:
@@ -289,7 +291,8 @@ class LazyTensor(Waiting):
             except Exception as error:  # a queue would drop the batch, for which the main process waits
                 values = _sent(error)
         pieces = self._pieces if values is None else None
-        return _rebuilt, (pieces, tuple(self.shape), self.dtype, self.key(), values)
+        key = self.key() if pieces is None else self._key  # of pieces it can be made there, where something asks for it
+        return _rebuilt, (pieces, tuple(self.shape), self.dtype, key, values)
 
 
 def _made(pieces: tuple[_Piece, ...], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> LazyTensor:
@@ -303,7 +306,7 @@ def _rebuilt(
     pieces: tuple[_Piece, ...] | None,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    key: bytes,
+    key: bytes | None,
     values: Tensor | Exception | None,
 ) -> LazyTensor:
     """Undo `LazyTensor.__reduce_ex__`: without pieces its values were read before."""
@@ -357,7 +360,7 @@ def _form_of(tensor: Tensor, *args: Any, **options: Any) -> tuple[torch.dtype, t
     return dtype, device
 
 
-def _are_alike(tensors: Sequence[Any], is_stack: bool) -> bool:
+def _can_be_joined(tensors: Sequence[Any], is_stack: bool) -> bool:
     """Whether these are lazy tensors that have not been read, and can be joined along dim 0 without."""
     if any(type(tensor) is not LazyTensor or tensor._moved is not None for tensor in tensors):
         return False

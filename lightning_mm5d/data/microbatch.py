@@ -182,14 +182,14 @@ def split(
         ends = [*range(0, samples, size), samples]
     else:
         ends = list(accumulate(even_lengths(samples, min(samples, num_microbatches)), initial=0))
+    cuts = _plan(batch, samples, ends if dealer is None else [*range(samples + 1)], image_tokens or PackedTokens())
     if dealer is not None:
-        cuts = _plan(batch, samples, [*range(samples + 1)], image_tokens or PackedTokens())
         sizes = [end - start for start, end in pairwise(ends)]
         dealt = dealer(_packed_sizes(batch, cuts), sizes)
         if dealt is not None:
-            return [Microbatch(_gathered(batch, (), cuts, own), len(own), places=tuple(own)) for own in dealt]
-    cuts = _plan(batch, samples, ends, image_tokens or PackedTokens())
-    return [Microbatch(_take(batch, (), cuts, m), end - start) for m, (start, end) in enumerate(pairwise(ends))]
+            return [Microbatch(_taken(batch, cuts, _rows_of(own)), len(own), places=tuple(own)) for own in dealt]
+        cuts = {path: cut._replace(bounds=[cut.bounds[end] for end in ends]) for path, cut in cuts.items()}
+    return [Microbatch(_taken(batch, cuts, _part(m)), end - start) for m, (start, end) in enumerate(pairwise(ends))]
 
 
 def joined_parts(batch: Any, parts: Sequence[Microbatch], image_tokens: PackedTokens | None = None) -> Microbatch:
@@ -206,9 +206,9 @@ def joined_parts(batch: Any, parts: Sequence[Microbatch], image_tokens: PackedTo
     tokens = image_tokens or PackedTokens()
     places = [place for part in parts for place in part.places or ()]
     if not places:
-        return Microbatch(_take(batch, (), _plan(batch, samples, [0, count, samples], tokens), 0), count)
+        return Microbatch(_taken(batch, _plan(batch, samples, [0, count, samples], tokens), _part(0)), count)
     cuts = _plan(batch, samples, [*range(samples + 1)], tokens)
-    return Microbatch(_gathered(batch, (), cuts, places), count, places=tuple(places))
+    return Microbatch(_taken(batch, cuts, _rows_of(places)), count, places=tuple(places))
 
 
 def _packed_sizes(batch: Any, cuts: Mapping[Path, _Cut]) -> dict[str, list[int]]:
@@ -227,23 +227,45 @@ def _packed_sizes(batch: Any, cuts: Mapping[Path, _Cut]) -> dict[str, list[int]]
     return {kind: rows for kind, (_, rows) in found.items()}
 
 
-def _gathered(node: Any, path: Path, cuts: Mapping[Path, _Cut], samples: Sequence[int]) -> Any:
-    """The given samples of what is cut into single ones."""
-    cut = cuts.get(path)
-    if cut is None:
-        inside = children_of(node)
-        if not inside:
-            return node
-        return rebuilt(node, [_gathered(child, (*path, step), cuts, samples) for step, child in inside])
-    rows = [row for sample in samples for row in range(cut.bounds[sample], cut.bounds[sample + 1])]
-    if cut.packed and not rows:
-        return None
-    if is_plain_sequence(node):
-        return type(node)(node[row] for row in rows)
-    if isinstance(node, torch.Tensor):
-        index = torch.tensor(rows, device=node.device)
-        return node.chosen(index, cut.dim) if isinstance(node, Waiting) else node.index_select(cut.dim, index)
-    return node[:, rows] if cut.dim == 1 else node[rows]
+def _taken(node: Any, cuts: Mapping[Path, _Cut], take: Callable[[Any, _Cut], Any], path: Path = ()) -> Any:
+    """Return a batch with what `take` gives of each leaf that is cut."""
+    if (cut := cuts.get(path)) is not None:
+        return take(node, cut)
+    children = children_of(node)
+    if not children:
+        return node
+    return rebuilt(node, [_taken(child, cuts, take, (*path, step)) for step, child in children])
+
+
+def _part(number: int) -> Callable[[Any, _Cut], Any]:
+    """Take the part `number` of a leaf, as a view."""
+
+    def take(node: Any, cut: _Cut) -> Any:
+        start, end = cut.bounds[number], cut.bounds[number + 1]
+        if cut.packed and start == end:
+            return None
+        if isinstance(node, LazyTensor) and cut.dim == 0:
+            return node.rows(start, end)
+        return node[:, start:end] if cut.dim == 1 else node[start:end]
+
+    return take
+
+
+def _rows_of(samples: Sequence[int]) -> Callable[[Any, _Cut], Any]:
+    """Take the rows of the given samples of a leaf that is cut into single ones."""
+
+    def take(node: Any, cut: _Cut) -> Any:
+        rows = [row for sample in samples for row in range(cut.bounds[sample], cut.bounds[sample + 1])]
+        if cut.packed and not rows:
+            return None
+        if is_plain_sequence(node):
+            return type(node)(node[row] for row in rows)
+        if isinstance(node, torch.Tensor):
+            index = torch.tensor(rows, device=node.device)
+            return node.chosen(index, cut.dim) if isinstance(node, Waiting) else node.index_select(cut.dim, index)
+        return node[:, rows] if cut.dim == 1 else node[rows]
+
+    return take
 
 
 def split_each(
@@ -337,21 +359,6 @@ def _scopes(leaves: dict[Path, Any]) -> list[dict[Path, Any]]:
     if len(owners) < 2:
         return [leaves]
     return [{path: leaf for path, leaf in leaves.items() if path[: len(owner)] == owner} for owner in owners]
-
-
-def _take(node: Any, path: Path, cuts: dict[Path, _Cut], m: int) -> Any:
-    cut = cuts.get(path)
-    if cut is not None:
-        start, end = cut.bounds[m], cut.bounds[m + 1]
-        if cut.packed and start == end:
-            return None
-        if isinstance(node, LazyTensor) and cut.dim == 0:
-            return node.rows(start, end)
-        return node[:, start:end] if cut.dim == 1 else node[start:end]
-    children = children_of(node)
-    if not children:
-        return node
-    return rebuilt(node, [_take(child, (*path, step), cuts, m) for step, child in children])
 
 
 def leaves(node: Any, samples: int | None = None, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -376,7 +376,8 @@ class Resumable:
         read = deque[Any]()
         failed: Exception | None = None
         while True:
-            self.progress.fetching()  # also where the batch was read before
+            if read:  # else it is noted where the batch is read
+                self.progress.fetching()
             while len(read) < (1 if self.ahead is None else 2) and failed is None:
                 try:
                     batch = next(batches, _END)
