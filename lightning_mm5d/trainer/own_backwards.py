@@ -71,13 +71,28 @@ def without_inputs(field: str, rule: str, fix: str) -> Iterator[None]:
         ConfigError: one of them is told which `inputs` to give gradients to.
     """
 
-    def backward(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def checked(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if kwargs.get("inputs") is not None or len(args) > 5:  # by its position
             raise ConfigError(field, "backward(inputs=...)", rule, fix)
         original(*args, **kwargs)
 
-    with replaced(backward):
+    with replaced(checked):
         yield
+
+
+def _undisturbed(name: str) -> Callable[..., Any]:
+    """Return torch's own function, which shows itself to `__torch_function__` whatever stands in its place.
+
+    It gives to that what its module has under its name, and tensors of ranks know torch's own alone.
+    """
+    original = getattr(torch.autograd, name)
+    known = {**original.__globals__, name: original}
+    return FunctionType(original.__code__, known, name, original.__defaults__, original.__closure__)
+
+
+_TORCHS = {name: _undisturbed(name) for name in ("backward", "grad")}
+backward = _TORCHS["backward"]
+"""torch's own, for backwards that are none of the step's"""
 
 
 @contextmanager
@@ -89,11 +104,7 @@ def replaced(function: Callable[..., Any], name: str = "backward") -> Iterator[N
         name: of what is replaced, ``backward`` or ``grad``.
     """
     original = getattr(torch.autograd, name)
-    called = original
-    if isinstance(original, FunctionType):
-        # it gives what its module has under its name to `__torch_function__` of its arguments, which knows itself alone
-        known = {**original.__globals__, name: original}
-        called = FunctionType(original.__code__, known, name, original.__defaults__, original.__closure__)
+    called = _TORCHS[name] if isinstance(original, FunctionType) else original
     take_away = put(torch.autograd, name, functools.wraps(original)(functools.partial(function, called)))
     try:
         yield
