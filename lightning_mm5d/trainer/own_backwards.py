@@ -80,19 +80,18 @@ def without_inputs(field: str, rule: str, fix: str) -> Iterator[None]:
         yield
 
 
-def _undisturbed(name: str) -> Callable[..., Any]:
-    """Return torch's own function, which shows itself to `__torch_function__` whatever stands in its place.
+_TORCHS: dict[str, FunctionType] = {name: getattr(torch.autograd, name) for name in ("backward", "grad")}
 
-    It gives to that what its module has under its name, and tensors of ranks know torch's own alone.
+
+def torchs_own(name: str = "backward") -> Callable[..., Any]:
+    """Return a function of `torch.autograd`, which shows itself to `__torch_function__` whatever stands in its place.
+
+    It gives to that what its module has under its name, and tensors of ranks know torch's own alone. Call what is
+    returned at once: whatever else the module has is as it is now.
     """
-    original = getattr(torch.autograd, name)
+    original = _TORCHS[name]
     known = {**original.__globals__, name: original}
     return FunctionType(original.__code__, known, name, original.__defaults__, original.__closure__)
-
-
-_TORCHS = {name: _undisturbed(name) for name in ("backward", "grad")}
-backward = _TORCHS["backward"]
-"""torch's own, for backwards that are none of the step's"""
 
 
 @contextmanager
@@ -104,7 +103,10 @@ def replaced(function: Callable[..., Any], name: str = "backward") -> Iterator[N
         name: of what is replaced, ``backward`` or ``grad``.
     """
     original = getattr(torch.autograd, name)
-    called = _TORCHS[name] if isinstance(original, FunctionType) else original
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return (torchs_own(name) if original is _TORCHS[name] else original)(*args, **kwargs)
+
     take_away = put(torch.autograd, name, functools.wraps(original)(functools.partial(function, called)))
     try:
         yield

@@ -32,7 +32,7 @@ from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import Packer, rebuild, tensors_in
-from lightning_mm5d.trainer.own_backwards import backward
+from lightning_mm5d.trainer.own_backwards import torchs_own
 
 _PLAIN = (Tensor, nn.Module, type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
@@ -249,7 +249,7 @@ class Differentiable:
             inputs = None if self._accumulates() else leaves
             if inputs is None or inputs:
                 with torch.enable_grad():
-                    backward(  # also inside of steps, whose own backwards are others' business
+                    torchs_own()(  # also inside of steps, whose own backwards are others' business
                         [one for one, _ in given], [one for _, one in given], retain_graph=True, inputs=inputs
                     )
             found = [leaf.grad for leaf in leaves]
