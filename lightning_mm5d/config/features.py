@@ -99,7 +99,12 @@ FEATURES = (
     Registered("throughput"),
     Registered(
         "sharded_checkpoints",
-        {"checkpoint_format": "full", "async_checkpoint": False, "on_corrupt_checkpoint": "raise"},
+        {
+            "checkpoint_format": "full",
+            "async_checkpoint": False,
+            "on_corrupt_checkpoint": "raise",
+            "in_memory_every_n_steps": None,
+        },
         saves=True,
     ),
     Registered("timeline", {"timeline": None}, by_rank=("timeline",)),

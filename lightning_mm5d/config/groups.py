@@ -230,11 +230,14 @@ class CheckpointOptions(Shown):
         async_checkpoint: whether training goes on while a sharded checkpoint is written.
         on_corrupt_checkpoint: what a checkpoint that is not as it was written does: ``"raise"``, or load the
             ``"previous"`` good one of its folder.
+        in_memory_every_n_steps: after how many steps each rank writes its shards into the memory of its host, and of
+            another node's, from which a run goes on after torchrun has started its ranks again; never where unset.
     """
 
     checkpoint_format: Literal["full", "sharded"] = "full"
     async_checkpoint: bool = False
     on_corrupt_checkpoint: Literal["raise", "previous"] = "raise"
+    in_memory_every_n_steps: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

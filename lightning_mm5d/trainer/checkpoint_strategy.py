@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
 from functools import partial, wraps
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -38,6 +41,7 @@ from lightning_mm5d.trainer.session import Session
 from lightning_mm5d.trainer.validation import lost_weights, required
 
 T = TypeVar("T")
+_CKPT_PATH = "ckpt_path"  # of `Trainer.fit`, and of what it has a launcher run
 
 
 def _on_parts(method: Callable[..., T]) -> Callable[..., T]:
@@ -76,16 +80,42 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         self._failed = False
         self._resume = Resume()
         self._checkpoints = made_checkpoints(self._open_reports, fields)
-        self._store: dist.Store | None = None  # for checkpoints alone, because a thread may use it
+        self._stores: dict[str, dist.Store] = {}  # one for each thread that may use it
         self.copies: Mapping[str, nn.Module] = {}
         self._saving = ExitStack()  # of hooks after a run
 
-    def _open_reports(self, topic: str, timeout: timedelta | None = None) -> RankReports:
-        world = self.world_size if dist.is_initialized() else 1
-        if self._store is None and world > 1:
-            self._store = dist.PrefixStore("checkpoints", self.new_store())
-        limit = self._timeout if timeout is None else timeout
-        return RankReports(self._store, topic, rank=self.global_rank, world_size=world, timeout=limit)
+    def _open_reports(
+        self, topic: str, timeout: timedelta | None = None, *, connection: str = "checkpoints"
+    ) -> RankReports:
+        has_ranks = dist.is_initialized() or (self._guard is not None and connection != "checkpoints")
+        world = self.world_size if has_ranks else 1
+        if connection not in self._stores and world > 1:
+            self._stores[connection] = dist.PrefixStore(connection, self.new_store())
+        limit, store = self._timeout if timeout is None else timeout, self._stores.get(connection)
+        return RankReports(store, topic, rank=self.global_rank, world_size=world, timeout=limit)
+
+    @override
+    def run_guarded(
+        self,
+        function: Callable[..., Any],
+        trainer: pl.Trainer | None,
+        reports: Connection | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        def begun(*args: Any, **kwargs: Any) -> Any:
+            given = inspect.signature(function).bind(*args, **kwargs)
+            if (
+                trainer is not None
+                and trainer.state.fn == TrainerFn.FITTING
+                and _CKPT_PATH in given.signature.parameters
+            ):
+                found = self._checkpoints.newest_in_memory(self.global_rank, self.world_size, self.num_processes)
+                if found is not None:
+                    given.arguments[_CKPT_PATH] = os.fspath(found)
+            return function(*given.args, **given.kwargs)
+
+        return super().run_guarded(begun, trainer, reports, *args, **kwargs)
 
     @property
     def _wire(self) -> torch.device:
@@ -341,7 +371,7 @@ class CheckpointStrategy(ProcessStrategy, ABC):
             super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_checkpoints": None, "_store": None, "copies": {}, "_saving": None}
+        return {**super().__getstate__(), "_checkpoints": None, "_stores": {}, "copies": {}, "_saving": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

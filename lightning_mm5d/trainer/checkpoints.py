@@ -81,7 +81,7 @@ class Checkpoints:
     """Full checkpoints of one strategy, as files.
 
     Args:
-        open_reports: opens an occasion of a topic between ranks.
+        open_reports: opens an occasion of a topic between ranks, over one of several connections.
         fields: of the strategy, by name, as the user gave them.
 
     Attributes:
@@ -90,7 +90,7 @@ class Checkpoints:
 
     in_shards: SavingInShards | None = None
 
-    def __init__(self, open_reports: Callable[[str], RankReports], fields: Mapping[str, Any]) -> None:
+    def __init__(self, open_reports: Callable[..., RankReports], fields: Mapping[str, Any]) -> None:
         self._open_reports = open_reports
 
     # --- saving ---
@@ -119,6 +119,21 @@ class Checkpoints:
         """The run is over; wait for a save that is under way, but not long after a failed run, and forget the run."""
 
     # --- loading ---
+
+    def newest_in_memory(self, rank: int, world_size: int, per_node: int) -> os.PathLike[str] | None:
+        """Return the checkpoint that a fit goes on from whose ranks were started again; collective.
+
+        It is called when a fit begins, before the ranks are connected.
+
+        Args:
+            rank: global rank.
+            world_size: number of ranks.
+            per_node: ranks on each node.
+
+        Returns:
+            Its folder on this node, or None: the fit goes on from what the user names.
+        """
+        return None
 
     def load(self, path: str | os.PathLike[str], *, weights_only: bool) -> tuple[dict[str, Any], Mapping[str, Any]]:
         """Return what a folder holds, and what ranks must find equal in it.
@@ -188,7 +203,7 @@ class Checkpoints:
         return found
 
 
-def made_checkpoints(open_reports: Callable[[str], RankReports], fields: Mapping[str, Any]) -> Checkpoints:
+def made_checkpoints(open_reports: Callable[..., RankReports], fields: Mapping[str, Any]) -> Checkpoints:
     """Return what saves and loads checkpoints of a strategy: the feature that does, or the core where it is absent."""
     made: type[Checkpoints] = next((module.CHECKPOINTS for module in parts("checkpoints")), Checkpoints)
     return made(open_reports, fields)

@@ -130,6 +130,7 @@ def train(
     kind: str = "stages",
     kills: Sequence[Fault] = (),
     plugins: Any = None,
+    memory: int | None = None,
 ) -> L.Trainer:
     """Train in `folder`, from its last checkpoint where there is one.
 
@@ -137,9 +138,10 @@ def train(
         folder: for records and checkpoints.
         devices: ranks on each node.
         nodes: how many.
-        kind: ``one`` process, ``stages``, ``replicas`` or ``pipelines``.
+        kind: ``one`` process, ``stages``, ``replicas``, ``pipelines``, or ``both``: replicas of vision | language.
         kills: rank, step, and whether the launcher of that rank is killed too.
         plugins: of the trainer.
+        memory: steps between checkpoints in the memory of hosts, in place of those in `folder`.
     """
     (folder / f"process-{os.getpid()}").touch()
     L.seed_everything(7, verbose=False)
@@ -148,13 +150,16 @@ def train(
         "vision": Modality(module="encoder", colocate_with="language.0"),
         "language": Modality(pipeline={"pipelines": {"min": 3}}),
     }
+    both = {"vision": Modality(module="encoder"), "language": Modality()}
+    checkpoint = {"in_memory_every_n_steps": memory}
     strategies: dict[str, Any] = {
         "one": "auto",
-        "stages": MultimodalStrategy(modalities=stages, batching={"num_microbatches": 2}),
-        "replicas": MultimodalStrategy(),
+        "stages": MultimodalStrategy(modalities=stages, batching={"num_microbatches": 2}, checkpoint=checkpoint),
+        "replicas": MultimodalStrategy(checkpoint=checkpoint),
+        "both": MultimodalStrategy(modalities=both, batching={"num_microbatches": 2}, checkpoint=checkpoint),
         "pipelines": MultimodalStrategy(modalities=pipelines, batching={"num_microbatches": 2 * BATCH}),
     }
-    has_replicas = kind in ("replicas", "pipelines")
+    has_replicas = kind in ("replicas", "pipelines", "both")
     size = 2 * BATCH if kind == "pipelines" else BATCH
     saves = ModelCheckpoint(folder / "saved", every_n_train_steps=2, save_last=True)
     trainer = L.Trainer(
@@ -168,27 +173,30 @@ def train(
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Record(folder), Kill(folder, kills), saves],
+        callbacks=[Record(folder), Kill(folder, kills), *([saves] if memory is None else [])],
+        enable_checkpointing=memory is None,
     )
-    trainer.fit(Module(), DataLoader(Pairs(), size, shuffle=has_replicas), ckpt_path="last")
+    data = DataLoader(Pairs(), size, shuffle=has_replicas)
+    trainer.fit(Module(), data, ckpt_path="last" if memory is None else None)
     return trainer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--kind", choices=("one", "stages", "replicas", "pipelines"), default="stages")
+    parser.add_argument("--kind", choices=("one", "stages", "replicas", "pipelines", "both"), default="stages")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--elastic", action="store_true", help="devices and nodes are those that torchrun says")
     parser.add_argument("--kill", type=int, nargs=2, action="append", default=[], metavar=("RANK", "STEP"))
     parser.add_argument("--kill-node", type=int, nargs=2, action="append", default=[], metavar=("RANK", "STEP"))
+    parser.add_argument("--memory", type=int, help="steps between checkpoints in memory")
     options = parser.parse_args()
     devices, nodes = options.devices, options.nodes
     if options.elastic:
         devices, nodes = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
     kills = [(*fault, False) for fault in options.kill] + [(*fault, True) for fault in options.kill_node]
-    train(options.folder, devices=devices, nodes=nodes, kind=options.kind, kills=kills)
+    train(options.folder, devices=devices, nodes=nodes, kind=options.kind, kills=kills, memory=options.memory)
 
 
 if __name__ == "__main__":

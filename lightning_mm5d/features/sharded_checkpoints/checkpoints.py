@@ -28,6 +28,7 @@ from lightning_mm5d.checkpoint.module_state import collect_others
 from lightning_mm5d.checkpoint.rank_reports import RankReports, joined
 from lightning_mm5d.config.errors import CheckpointCorruptError, private
 from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory
+from lightning_mm5d.features.sharded_checkpoints.in_memory import HostMemory, Nodes
 from lightning_mm5d.features.sharded_checkpoints.own_shards import AVERAGES, OwnShards, labels_of, own_state
 from lightning_mm5d.features.sharded_checkpoints.sharded_load import (
     SavedWeights,
@@ -165,7 +166,7 @@ def _step(path: Path) -> float | None:
 class ShardedCheckpoints(Checkpoints, SavingInShards):
     """Saves and loads the shards of one rank."""
 
-    def __init__(self, open_reports: Callable[[str], RankReports], fields: Mapping[str, Any]) -> None:
+    def __init__(self, open_reports: Callable[..., RankReports], fields: Mapping[str, Any]) -> None:
         super().__init__(open_reports, fields)
         self.in_shards = self if fields["checkpoint_format"] == "sharded" else None
         self._in_thread, self._falls_back = fields["async_checkpoint"], fields["on_corrupt_checkpoint"] == "previous"
@@ -173,6 +174,9 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
         self._stand_ins: dict[str, Tensor] = {}
         self._links = ExitStack()  # what lets Lightning make links again
         self._waiting: SavedWeights | None = None  # to load once the module is cut
+        every = fields["in_memory_every_n_steps"]
+        self._memory = None if every is None else HostMemory(every)
+        self._memory_saves, self._is_for_memory = Saves(), False
 
     # --- saving ---
 
@@ -189,16 +193,33 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
 
     @override
     def save(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], run: SavedRun) -> None:
-        self.finish()
-        in_thread = self._in_thread and run.goes_on  # which returns once this rank's shards are copied
-        reports = self._open_reports("save")
+        memory = self._memory if self._is_for_memory else None
+        saves = self._saves if memory is None else self._memory_saves
+        saves.finish()
+        # which returns once this rank's shards are copied
+        in_thread = memory is not None or (self._in_thread and run.goes_on)
+        reports = self._open_reports("save") if memory is None else self._open_memory_reports("save")
         sources = {} if run.buffers is None else run.buffers.sources(run.wire)
         shards = OwnShards(run.module, run.plan, reports.rank, sources, self._stand_ins, run.averages)
-        save = Save(reports, run.optimizers, run.fields)
+        save = (
+            Save(reports, run.optimizers, run.fields)
+            if memory is None
+            else memory.made(reports, run.optimizers, run.fields)
+        )
         labels = [labels_of(optimizer, run.module) for optimizer in run.optimizers]
         save.announce(os.fspath(path), lambda: decide(checkpoint, shards, labels))
         save.take(shards, copies=in_thread)
-        self._saves.run(save, in_thread=in_thread)
+        saves.run(save, in_thread=in_thread)
+
+    def _open_memory_reports(self, topic: str) -> RankReports:
+        return self._open_reports(topic, connection="memory")  # whose thread may be under way beside the other one
+
+    def _save_in_memory(self, trainer: pl.Trainer) -> None:
+        usual, self.in_shards, self._is_for_memory = self.in_shards, self, True
+        try:
+            trainer.save_checkpoint("memory", weights_only=False)
+        finally:
+            self.in_shards, self._is_for_memory = usual, False
 
     @override
     def remove(self, path: str | os.PathLike[str], remove_file: Callable[[Any], None]) -> None:
@@ -219,18 +240,25 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
             if isinstance(callback, ModelCheckpoint):
                 private(callback, "_link_checkpoint")
                 self._links.callback(put(callback, "_link_checkpoint", link_checkpoint))
+        if self._memory is not None:
+            self._memory.attach(trainer, self._save_in_memory)
 
     @property
     @override
     def has_failed(self) -> bool:
-        return self._saves.has_failed
+        return self._saves.has_failed or self._memory_saves.has_failed
 
     @override
     def finish(self) -> None:
         self._saves.finish()
+        self._memory_saves.finish()
 
     @override
     def close(self, *, failed: bool) -> None:
+        if self._memory is not None:
+            if not failed:
+                self._memory_saves.finish()
+            self._memory.close(failed=failed)
         self._links.close()
         self._stand_ins.clear()
         self._waiting = None
@@ -239,8 +267,15 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
     # --- loading ---
 
     @override
+    def newest_in_memory(self, rank: int, world_size: int, per_node: int) -> Path | None:
+        nodes = Nodes(rank, world_size, per_node)
+        return None if self._memory is None else self._memory.found(nodes, self._open_memory_reports)
+
+    @override
     def load(self, path: str | os.PathLike[str], *, weights_only: bool) -> tuple[dict[str, Any], Mapping[str, Any]]:
         """Return what a folder holds, or the last good one beside it where it is damaged and the user allows that."""
+        if self._memory is not None:
+            self._memory.complete(Path(path), self._open_memory_reports)
         candidates, problem = [Path(path)], None
         for number, candidate in enumerate(candidates):  # it grows
             try:

@@ -95,7 +95,19 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointCorruptError: it is missing or damaged, or names files outside of the directory.
     """
     path = folder / MANIFEST
-    text = read_whole(path, _LIMIT)
+    return decode_manifest(read_whole(path, _LIMIT), path)
+
+
+def decode_manifest(text: bytes, path: Path) -> Manifest:
+    """Return the manifest of this text.
+
+    Args:
+        text: of the file.
+        path: of it, for errors.
+
+    Raises:
+        CheckpointCorruptError: it is damaged, or names files outside of the directory.
+    """
     start = len(_HEAD % 0)
     body = text[start : -len(_TAIL)]
     if text != (_HEAD % zlib.crc32(body)).encode() + body + _TAIL.encode():

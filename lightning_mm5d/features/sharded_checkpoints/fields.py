@@ -1,4 +1,4 @@
-"""Checks of `checkpoint_format`, `async_checkpoint` and `on_corrupt_checkpoint`: words, and what goes together."""
+"""Checks of what `checkpoint` says: words, numbers, and what goes together."""
 
 from __future__ import annotations
 
@@ -26,3 +26,7 @@ def check(fields: Mapping[str, Any]) -> None:
         rule = "Only sharded checkpoints are written while training goes on"
         fix = 'Set checkpoint_format="sharded" too, or leave it unset'
         raise ConfigError("checkpoint.async_checkpoint", wanted, rule, fix)
+    steps = fields.get("in_memory_every_n_steps")
+    if steps is not None and (type(steps) is not int or steps < 1):
+        rule = "It is a number of steps from 1 on"
+        raise ConfigError("checkpoint.in_memory_every_n_steps", steps, rule, "Use 1, or leave it unset")

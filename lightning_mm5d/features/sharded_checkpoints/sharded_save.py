@@ -165,7 +165,7 @@ class Save:
         """
         failed: Exception | None = None
         if self.reports.rank == 0:
-            self._writer = DirectoryWriter(path, new := new_save_id())
+            self._writer = self._made_writer(path, new := new_save_id())
             message: dict[str, Any] = {}
             try:
                 self._contents = decided()
@@ -181,8 +181,11 @@ class Save:
         if said["failed"] is not None:
             raise _failed_on(*said["failed"])
         if self.reports.rank != 0:
-            self._writer = DirectoryWriter(said["path"], said["id"])
+            self._writer = self._made_writer(said["path"], said["id"])
             self._contents = Contents(said["module"], said["optimizers"])
+
+    def _made_writer(self, path: str, save_id: str) -> DirectoryWriter:
+        return DirectoryWriter(path, save_id)
 
     def take(self, shards: OwnShards, *, copies: bool) -> None:
         """Take this rank's pieces, as views, or as copies in host memory; phase 2.
@@ -222,17 +225,29 @@ class Save:
                 files = self._written()
         except Exception as one:
             error = one
+        try:
+            self._spread(files)
+        except Exception as one:
+            error = error or one
         written = {name: [file.size, file.checksum] for name, file in files.items()}
         self.reports.tell("written", {"files": written, "failed": _said(self.reports.rank, error)})
         if self.reports.rank == 0:
             error = self._finish(error)
         failed = self.reports.hear("concluded")
+        if failed is None:
+            self._conclude()
         self.reports.part("concluded")
         if error is not None:
             error.add_note("The checkpoint was not saved, on no rank; the last one stands")
             raise error
         if failed is not None:
             raise _failed_on(*failed)
+
+    def _spread(self, files: Mapping[str, WrittenFile]) -> None:
+        """This rank has written its files, none where it has failed."""
+
+    def _conclude(self) -> None:
+        """All ranks have written theirs, and rank 0 the manifest."""
 
     def drop(self) -> None:
         """Remove what rank 0 has made, for a save that ends by an error that is no `Exception`."""

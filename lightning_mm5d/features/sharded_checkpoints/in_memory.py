@@ -1,0 +1,431 @@
+"""Sharded checkpoints in the memory of hosts, from which a run goes on after torchrun has started its ranks again.
+
+Every few steps each rank writes its own pieces to a folder in the shared memory of its node, which outlives its
+process, in a thread, while training goes on. Where there are several nodes, it sends its files to the rank of the same
+place on the next node, so that a lost node takes nothing with it. A checkpoint counts once all ranks have written and
+the first rank of each node has added the manifest; until then the one before it stays. So a step that did not end on
+all ranks counts on none.
+
+When ranks start again, each node says which files it has, and rank 0 names the newest checkpoint of which all files are
+somewhere. Nodes that lack files get them from those that have them. All else is as with a sharded checkpoint on a disk:
+another number of replicas may go on with it.
+
+The folder of a node belongs to one agent of torchrun, so that nothing outlives its job: a job that was started anew
+does not find it, and removes what the agents of ended jobs have left. It is removed when the fit has ended well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_mm5d.checkpoint.rank_reports import RankReports
+from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
+from lightning_mm5d.features.sharded_checkpoints.directory import (
+    MANIFEST,
+    DirectoryWriter,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    is_file_name,
+)
+from lightning_mm5d.features.sharded_checkpoints.sharded_save import Save
+from lightning_mm5d.sharded.collectives import message_device
+from lightning_mm5d.storage.files import WrittenFile, write_whole
+
+SHARED_MEMORY = Path("/dev/shm")
+KEPT = 2  # the newest one may not have come to all nodes
+_CHUNK_BYTES = 64 * 2**20  # sent at once
+_FITS = itertools.count(1)  # of this process; a script that starts again comes to the same ones in the same order
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Which ranks share a host.
+
+    Args:
+        rank: global rank of this process.
+        world_size: number of ranks.
+        per_node: ranks on each node; those of a node follow each other.
+    """
+
+    rank: int
+    world_size: int
+    per_node: int
+
+    @property
+    def count(self) -> int:
+        """How many nodes there are."""
+        return self.world_size // self.per_node
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of its node."""
+        return self.rank % self.per_node == 0
+
+    @property
+    def firsts(self) -> range:
+        """The first rank of each node."""
+        return range(0, self.world_size, self.per_node)
+
+
+def agent_folder() -> Path | None:
+    """Return the folder of the agent of torchrun that has started this process; None without one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return SHARED_MEMORY / f"mm5d-{os.getuid()}-{os.getppid()}-{_started(os.getppid())}"
+
+
+def remove_ended() -> None:
+    """Remove what agents of this user have left that have ended."""
+    for folder in SHARED_MEMORY.glob(f"mm5d-{os.getuid()}-*-*"):
+        _, _, agent, started = folder.name.split("-", 3)
+        if agent.isdecimal() and _started(int(agent)) != started:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _started(process: int) -> str:
+    """Return when a process has started, in the kernel's ticks; empty where there is none."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def found_in(folder: Path) -> dict[str, dict[str, int]]:
+    """Return the files of each checkpoint with their sizes, by the names of checkpoints and files."""
+    checkpoints = sorted(folder.iterdir()) if folder.is_dir() else []
+    return {one.name: {file.name: file.stat().st_size for file in one.iterdir()} for one in checkpoints}
+
+
+class MemoryWriter(DirectoryWriter):
+    """Writes one checkpoint on one node; it has a new name, and counts once it has a manifest.
+
+    Args:
+        folder: of the checkpoint.
+        reports: of the save, by which other nodes hear of the manifest.
+    """
+
+    def __init__(self, folder: Path, reports: RankReports) -> None:
+        self.path = self.folder = folder
+        self._reports = reports
+
+    @override
+    def begin(self) -> None:
+        """Nothing: each rank makes the folder of its node."""
+
+    @override
+    def commit(self, files: Mapping[str, WrittenFile], fields: Mapping[str, Any]) -> None:
+        text = encode_manifest(Manifest(files, fields))
+        write_whole(self.folder / MANIFEST, text)
+        self._reports.tell("manifest", text.decode())
+
+    @override
+    def abort(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class MemorySave(Save):
+    """A save into the memory of hosts.
+
+    Args:
+        reports: of this save.
+        optimizers: of the trainer.
+        fields: of the manifest.
+        folder: of the checkpoint on this node.
+        nodes: which ranks share a host.
+        group: of all ranks, for this thread alone; None where there is one node.
+    """
+
+    def __init__(
+        self,
+        reports: RankReports,
+        optimizers: Sequence[Optimizer],
+        fields: Mapping[str, Any],
+        folder: Path,
+        nodes: Nodes,
+        group: ProcessGroup | None,
+    ) -> None:
+        super().__init__(reports, optimizers, fields)
+        self._folder, self._nodes, self._group = folder, nodes, group
+        folder.mkdir(exist_ok=True)
+
+    @override
+    def _made_writer(self, path: str, save_id: str) -> DirectoryWriter:
+        return MemoryWriter(self._folder, self.reports)
+
+    @override
+    def _spread(self, files: Mapping[str, WrittenFile]) -> None:
+        """Send this rank's files to the next node, and take those of the one before."""
+        if self._group is None:
+            return
+        nodes = self._nodes
+        after, before = nodes.rank + nodes.per_node, nodes.rank - nodes.per_node
+        exchange_files(self._folder, list(files), after % nodes.world_size, before % nodes.world_size, self._group)
+
+    @override
+    def _conclude(self) -> None:
+        """Add the manifest on the other nodes, and remove what is too old on each."""
+        if not self._nodes.is_first:
+            return
+        if self._nodes.rank:
+            write_whole(self._folder / MANIFEST, self.reports.hear("manifest").encode())
+        for folder in sorted(self._folder.parent.iterdir())[:-KEPT]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def exchange_files(folder: Path, names: Sequence[str], after: int, before: int, group: ProcessGroup) -> None:
+    """Send files of `folder` to the rank `after`, and take those of the rank `before` into the same folder."""
+    own = {name: (folder / name).read_bytes() for name in names}
+    said = json.dumps({name: len(data) for name, data in own.items()}).encode()
+    sending: list[Any] = []
+
+    def send(data: bytes) -> None:
+        for start in range(0, len(data), _CHUNK_BYTES):
+            chunk = torch.frombuffer(bytearray(data[start : start + _CHUNK_BYTES]), dtype=torch.uint8)
+            sending.append((dist.isend(chunk, after, group=group), chunk))
+
+    def take(size: int) -> bytes:
+        chunks = [torch.empty(min(_CHUNK_BYTES, size - at), dtype=torch.uint8) for at in range(0, size, _CHUNK_BYTES)]
+        for chunk in chunks:
+            dist.recv(chunk, before, group=group)
+        return b"".join(chunk.numpy().tobytes() for chunk in chunks)
+
+    length = torch.tensor([len(said)])
+    sending.append((dist.isend(length, after, group=group), length))
+    for data in (said, *own.values()):
+        send(data)
+    size = torch.zeros_like(length)
+    dist.recv(size, before, group=group)
+    for name, length_of in json.loads(take(int(size))).items():
+        _checked(name)
+        write_whole(folder / name, take(length_of))
+    for work, _ in sending:
+        work.wait()
+
+
+class HostMemory:
+    """Checkpoints of one strategy in the memory of hosts, on one rank.
+
+    Args:
+        every: steps between two of them.
+        save: saves what Lightning collects of a trainer by a `MemorySave`, which `made` returns.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._folder: Path | None = None
+        self._nodes: Nodes | None = None
+        self._group: ProcessGroup | None = None
+        self._callback: SaveInMemory | None = None
+        self._trainer: pl.Trainer | None = None
+        self._number = 0
+
+    @property
+    def is_used(self) -> bool:
+        """Whether torchrun may start these ranks again, during this fit."""
+        return self._folder is not None
+
+    # --- going on ---
+
+    def found(self, nodes: Nodes, open_reports: Callable[[str], RankReports]) -> Path | None:
+        """Return the checkpoint that this fit goes on from, None where there is none; collective.
+
+        Args:
+            nodes: which ranks share a host.
+            open_reports: opens an occasion of a topic between ranks.
+        """
+        agent, number = agent_folder(), next(_FITS)
+        self._folder = None
+        if agent is None:
+            return None
+        self._nodes, self._folder = nodes, agent / f"fit-{number}"
+        if nodes.is_first:
+            remove_ended()
+            _make_private(agent)
+            self._folder.mkdir(exist_ok=True)
+        reports = open_reports("found")
+        own = None
+        if nodes.is_first:
+            there = found_in(self._folder)
+            own = [there, {name: self._manifest_text(name) for name, files in there.items() if MANIFEST in files}]
+        reports.tell("found", own)
+        if nodes.rank == 0:
+            reports.tell("chosen", newest([reports.hear("found", rank) for rank in nodes.firsts]))
+        chosen = reports.hear("chosen")
+        reports.part("chosen")
+        self._number = 0 if chosen is None else int(chosen)
+        if nodes.is_first:
+            for other in found_in(self._folder):
+                if other != chosen:  # of steps that did not end on all ranks
+                    shutil.rmtree(self._folder / other, ignore_errors=True)
+        if chosen is None:
+            return None
+        (self._folder / chosen).mkdir(exist_ok=True)  # on a new node, which gets the files later
+        rank_zero_info("The fit goes on from a checkpoint in the memory of the hosts")
+        return self._folder / chosen
+
+    def _manifest_text(self, name: str) -> str:
+        assert self._folder is not None
+        return (self._folder / name / MANIFEST).read_text()
+
+    def complete(self, path: Path, open_reports: Callable[[str], RankReports]) -> None:
+        """Get the files of a checkpoint that this node lacks from nodes that have them; collective.
+
+        Args:
+            path: of the checkpoint on this node.
+            open_reports: opens an occasion of a topic between ranks.
+        """
+        nodes = self._nodes
+        if nodes is None or self._folder is None or path.parent != self._folder or nodes.count == 1:
+            return
+        reports = open_reports("complete")
+        reports.tell("there", found_in(self._folder)[path.name] if nodes.is_first else None)
+        if nodes.rank == 0:
+            reports.tell("moves", moves({rank: reports.hear("there", rank) for rank in nodes.firsts}))
+        found, wire = reports.hear("moves"), _wire()
+        reports.part("moves")
+        for name, size, source, target in found:
+            if nodes.rank == source:
+                data = (path / name).read_bytes()
+                for start in range(0, size, _CHUNK_BYTES):
+                    chunk = torch.frombuffer(bytearray(data[start : start + _CHUNK_BYTES]), dtype=torch.uint8)
+                    dist.send(chunk.to(wire), target)
+            elif nodes.rank == target:
+                _checked(name)
+                chunks: list[Tensor] = []
+                for start in range(0, size, _CHUNK_BYTES):
+                    chunks.append(torch.empty(min(_CHUNK_BYTES, size - start), dtype=torch.uint8, device=wire))
+                    dist.recv(chunks[-1], source)
+                write_whole(path / name, b"".join(chunk.cpu().numpy().tobytes() for chunk in chunks))
+        dist.barrier()
+
+    # --- saving ---
+
+    def attach(self, trainer: pl.Trainer, save: Callable[[pl.Trainer], None]) -> None:
+        """Save while `trainer` trains, behind all of its callbacks; collective."""
+        if self._folder is None or self._nodes is None or self._callback is not None:
+            return
+        if self._nodes.count > 1:
+            self._group = dist.new_group(backend="gloo")
+        self._trainer, self._callback = trainer, SaveInMemory(self._every, save)
+        vars(trainer)["callbacks"].append(self._callback)
+
+    def made(self, reports: RankReports, optimizers: Sequence[Optimizer], fields: Mapping[str, Any]) -> MemorySave:
+        """Return the next save."""
+        assert self._folder is not None
+        assert self._nodes is not None
+        self._number += 1
+        return MemorySave(reports, optimizers, fields, self._folder / f"{self._number:09}", self._nodes, self._group)
+
+    def close(self, *, failed: bool) -> None:
+        """The fit is over; what is in memory stays where it has failed."""
+        if self._callback is not None and self._trainer is not None:
+            vars(self._trainer)["callbacks"].remove(self._callback)
+        if not failed and self._folder is not None and self._nodes is not None and self._nodes.is_first:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            with suppress(OSError):  # further fits have folders in it
+                self._folder.parent.rmdir()
+        self._callback = self._trainer = self._folder = self._group = None
+
+
+class SaveInMemory(pl.Callback):
+    """Saves behind all other callbacks: after steps, after a validation, and when an epoch begins.
+
+    Args:
+        every: steps between two saves.
+        save: of the run of a trainer.
+    """
+
+    def __init__(self, every: int, save: Callable[[pl.Trainer], None]) -> None:
+        self._every, self._save, self._step = every, save, -1
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step != self._step and trainer.global_step % self._every == 0:
+            self._step = trainer.global_step
+            self._save(trainer)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self._save(trainer)
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._save(trainer)
+
+
+def newest(nodes: Sequence[tuple[Mapping[str, Mapping[str, int]], Mapping[str, str]]]) -> str | None:
+    """Return the newest checkpoint of which all files are on some node.
+
+    Args:
+        nodes: of each node: the sizes of files, and the texts of manifests, by the names of checkpoints.
+    """
+    names = sorted({name for _, manifests in nodes for name in manifests}, reverse=True)
+    for name in names:
+        text = next(manifests[name] for _, manifests in nodes if name in manifests)
+        try:
+            files = decode_manifest(text.encode(), Path(name)).files
+        except CheckpointCorruptError:  # its writer was killed
+            continue
+        if all(any(there.get(name, {}).get(file) == one.size for there, _ in nodes) for file, one in files.items()):
+            return name
+    return None
+
+
+def moves(there: Mapping[int, Mapping[str, int]]) -> list[tuple[str, int, int, int]]:
+    """Return which files go where: name, size, the rank that sends and the rank that takes.
+
+    Args:
+        there: sizes of the files of each node, by its first rank.
+    """
+    found = []
+    for name in sorted({name for files in there.values() for name in files}):
+        holders = [rank for rank, files in there.items() if name in files]
+        lacking = [rank for rank in there if rank not in holders]
+        for number, target in enumerate(lacking):
+            source = holders[number % len(holders)]
+            found.append((name, there[source][name], source, target))
+    return found
+
+
+def _wire() -> torch.device:
+    """Return where messages of the default group live."""
+    has_device = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return message_device(torch.device("cuda", torch.cuda.current_device()) if has_device else torch.device("cpu"))
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder that only this user can read and write.
+
+    Raises:
+        ConfigError: another user has put something in its place.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        rule = f"{folder} is another user's"
+        raise ConfigError("checkpoint.in_memory_every_n_steps", os.fspath(folder), rule, "Remove it, or leave it unset")
+
+
+def _checked(name: str) -> None:
+    if not is_file_name(name) and name != MANIFEST:
+        raise CheckpointCorruptError(f"{name!r} is no file of a checkpoint")
