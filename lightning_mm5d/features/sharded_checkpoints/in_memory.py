@@ -11,16 +11,19 @@ somewhere. Nodes that lack files get them from those that have them. All else is
 another number of replicas may go on with it.
 
 The folder of a node belongs to one agent of torchrun, so that nothing outlives its job: a job that was started anew
-does not find it, and removes what the agents of ended jobs have left. It is removed when the fit has ended well.
+does not find it, and removes what the agents of ended jobs have left. When a fit has ended well its last checkpoint
+stays, so that a script that starts again after it does not train again; it goes with the last process of the node.
 """
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -187,8 +190,7 @@ class MemorySave(Save):
             return
         if self._nodes.rank:
             write_whole(self._folder / MANIFEST, self.reports.hear("manifest").encode())
-        for folder in sorted(self._folder.parent.iterdir())[:-KEPT]:
-            shutil.rmtree(folder, ignore_errors=True)
+        _keep_newest(self._folder.parent, KEPT)
 
 
 def exchange_files(folder: Path, names: Sequence[str], after: int, before: int, group: ProcessGroup) -> None:
@@ -261,6 +263,7 @@ class HostMemory:
             remove_ended()
             _make_private(agent)
             self._folder.mkdir(exist_ok=True)
+            shutil.rmtree(_ended(self._folder), ignore_errors=True)
         reports = open_reports("found")
         own = None
         if nodes.is_first:
@@ -336,13 +339,13 @@ class HostMemory:
         return MemorySave(reports, optimizers, fields, self._folder / f"{self._number:09}", self._nodes, self._group)
 
     def close(self, *, failed: bool) -> None:
-        """The fit is over; what is in memory stays where it has failed."""
+        """The fit is over; what is in memory stays, of a fit that has not failed for as long as this process lives."""
         if self._callback is not None and self._trainer is not None:
             vars(self._trainer)["callbacks"].remove(self._callback)
-        if not failed and self._folder is not None and self._nodes is not None and self._nodes.is_first:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            with suppress(OSError):  # further fits have folders in it
-                self._folder.parent.rmdir()
+        if not failed and self._folder is not None and self._nodes is not None:
+            if self._nodes.is_first:
+                _keep_newest(self._folder, 1)
+            atexit.register(_end, self._folder, self._nodes)
         self._callback = self._trainer = self._folder = self._group = None
 
 
@@ -405,6 +408,30 @@ def moves(there: Mapping[int, Mapping[str, int]]) -> list[tuple[str, int, int, i
             source = holders[number % len(holders)]
             found.append((name, there[source][name], source, target))
     return found
+
+
+def _keep_newest(folder: Path, count: int) -> None:
+    for old in sorted(folder.iterdir())[:-count]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _ended(folder: Path) -> Path:
+    """Return where the processes of a node that have ended after a fit say so."""
+    return folder.with_name(f"{folder.name}-ended")
+
+
+def _end(folder: Path, nodes: Nodes) -> None:
+    """Remove what a fit has left when the last process of the node ends, unless one has failed: ranks start again."""
+    if getattr(sys, "last_type", None) is not None:
+        return
+    with suppress(OSError):  # another process has removed it
+        ended = _ended(folder)
+        ended.mkdir(exist_ok=True)
+        (ended / str(nodes.rank)).touch()
+        if len(list(ended.iterdir())) == nodes.per_node:
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(ended, ignore_errors=True)
+            folder.parent.rmdir()  # unless there are further fits
 
 
 def _wire() -> torch.device:
