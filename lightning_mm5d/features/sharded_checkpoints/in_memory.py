@@ -323,13 +323,13 @@ class HostMemory:
     # --- saving ---
 
     def attach(self, trainer: pl.Trainer, save: Callable[[pl.Trainer], None]) -> None:
-        """Save while `trainer` trains, behind all of its callbacks; collective."""
+        """Save while `trainer` trains; collective."""
         if self._folder is None or self._nodes is None or self._callback is not None:
             return
         if self._nodes.count > 1:
             self._group = dist.new_group(backend="gloo")
         self._trainer, self._callback = trainer, SaveInMemory(self._every, save)
-        vars(trainer)["callbacks"].append(self._callback)
+        vars(trainer)["callbacks"].insert(0, self._callback)
 
     def made(self, reports: RankReports, optimizers: Sequence[Optimizer], fields: Mapping[str, Any]) -> MemorySave:
         """Return the next save."""
@@ -350,7 +350,9 @@ class HostMemory:
 
 
 class SaveInMemory(pl.Callback):
-    """Saves behind all other callbacks: after steps, after a validation, and when an epoch begins.
+    """Saves when a batch begins, ahead of all other callbacks: what follows the step before it is over by then.
+
+    After a step a validation may be due, and the end of an epoch, which a run that went on from there would leave out.
 
     Args:
         every: steps between two saves.
@@ -358,22 +360,14 @@ class SaveInMemory(pl.Callback):
     """
 
     def __init__(self, every: int, save: Callable[[pl.Trainer], None]) -> None:
-        self._every, self._save, self._step = every, save, -1
+        self._every, self._save, self._saved = every, save, -1
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step != self._step and trainer.global_step % self._every == 0:
-            self._step = trainer.global_step
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        number = trainer.global_step // self._every
+        if number != self._saved:
+            self._saved = number
             self._save(trainer)
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if not trainer.sanity_checking:
-            self._save(trainer)
-
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._save(trainer)
 
 
 def newest(nodes: Sequence[tuple[Mapping[str, Mapping[str, int]], Mapping[str, str]]]) -> str | None:
