@@ -24,7 +24,7 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -118,6 +118,11 @@ def found_in(folder: Path) -> dict[str, dict[str, int]]:
     return {one.name: {file.name: file.stat().st_size for file in one.iterdir()} for one in checkpoints}
 
 
+def manifests_in(folder: Path) -> dict[str, str]:
+    """Return the texts of the manifests of checkpoints, by their names."""
+    return {path.parent.name: path.read_text() for path in folder.glob(f"*/{MANIFEST}")}
+
+
 class MemoryWriter(DirectoryWriter):
     """Writes one checkpoint on one node; it has a new name, and counts once it has a manifest.
 
@@ -195,32 +200,42 @@ class MemorySave(Save):
 
 def exchange_files(folder: Path, names: Sequence[str], after: int, before: int, group: ProcessGroup) -> None:
     """Send files of `folder` to the rank `after`, and take those of the rank `before` into the same folder."""
-    own = {name: (folder / name).read_bytes() for name in names}
-    said = json.dumps({name: len(data) for name, data in own.items()}).encode()
-    sending: list[Any] = []
-
-    def send(data: bytes) -> None:
-        for start in range(0, len(data), _CHUNK_BYTES):
-            chunk = torch.frombuffer(bytearray(data[start : start + _CHUNK_BYTES]), dtype=torch.uint8)
-            sending.append((dist.isend(chunk, after, group=group), chunk))
-
-    def take(size: int) -> bytes:
-        chunks = [torch.empty(min(_CHUNK_BYTES, size - at), dtype=torch.uint8) for at in range(0, size, _CHUNK_BYTES)]
-        for chunk in chunks:
-            dist.recv(chunk, before, group=group)
-        return b"".join(chunk.numpy().tobytes() for chunk in chunks)
-
+    sizes = json.dumps([[name, (folder / name).stat().st_size] for name in names]).encode()
+    said = torch.frombuffer(bytearray(sizes), dtype=torch.uint8)
     length = torch.tensor([len(said)])
-    sending.append((dist.isend(length, after, group=group), length))
-    for data in (said, *own.values()):
-        send(data)
-    size = torch.zeros_like(length)
-    dist.recv(size, before, group=group)
-    for name, length_of in json.loads(take(int(size))).items():
-        _checked(name)
-        write_whole(folder / name, take(length_of))
-    for work, _ in sending:
+    _swap(length, after, theirs := torch.empty_like(length), before, group)
+    _swap(said, after, heard := torch.empty(int(theirs), dtype=said.dtype), before, group)
+    own = itertools.chain.from_iterable(_read(folder / name) for name in names)
+    others = itertools.chain.from_iterable(_written(folder, *one) for one in json.loads(heard.numpy().tobytes()))
+    for sent, taken in itertools.zip_longest(own, others):
+        _swap(sent, after, taken, before, group)
+
+
+def _swap(sent: Tensor | None, after: int, taken: Tensor | None, before: int, group: ProcessGroup) -> None:
+    """Send one tensor and fill another one; either may be missing."""
+    work = None if sent is None else dist.isend(sent, after, group=group)
+    if taken is not None:
+        dist.recv(taken, before, group=group)
+    if work is not None:
         work.wait()
+
+
+def _read(path: Path) -> Iterator[Tensor]:
+    """Yield the bytes of a file in parts."""
+    with path.open("rb") as file:
+        while data := file.read(_CHUNK_BYTES):
+            yield torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _written(folder: Path, name: str, size: int) -> Iterator[Tensor]:
+    """Yield memory for the bytes of a new file in parts, and write each once it is filled."""
+    if not is_file_name(name):
+        raise CheckpointCorruptError(f"{name!r} is no file of a checkpoint")
+    with (folder / name).open("wb") as file:
+        for start in range(0, size, _CHUNK_BYTES):
+            chunk = torch.empty(min(_CHUNK_BYTES, size - start), dtype=torch.uint8)
+            yield chunk
+            file.write(chunk.numpy().data)
 
 
 class HostMemory:
@@ -228,7 +243,6 @@ class HostMemory:
 
     Args:
         every: steps between two of them.
-        save: saves what Lightning collects of a trainer by a `MemorySave`, which `made` returns.
     """
 
     def __init__(self, every: int) -> None:
@@ -238,12 +252,7 @@ class HostMemory:
         self._group: ProcessGroup | None = None
         self._callback: SaveInMemory | None = None
         self._trainer: pl.Trainer | None = None
-        self._number = 0
-
-    @property
-    def is_used(self) -> bool:
-        """Whether torchrun may start these ranks again, during this fit."""
-        return self._folder is not None
+        self._number, self._manifest = 0, ""
 
     # --- going on ---
 
@@ -257,6 +266,10 @@ class HostMemory:
         agent, number = agent_folder(), next(_FITS)
         self._folder = None
         if agent is None:
+            rank_zero_warn(
+                "checkpoint.in_memory_every_n_steps does nothing here: torchrun has not started these ranks, so that nobody "
+                "starts them again when one is lost"
+            )
             return None
         self._nodes, self._folder = nodes, agent / f"fit-{number}"
         if nodes.is_first:
@@ -265,29 +278,22 @@ class HostMemory:
             self._folder.mkdir(exist_ok=True)
             shutil.rmtree(_ended(self._folder), ignore_errors=True)
         reports = open_reports("found")
-        own = None
-        if nodes.is_first:
-            there = found_in(self._folder)
-            own = [there, {name: self._manifest_text(name) for name, files in there.items() if MANIFEST in files}]
-        reports.tell("found", own)
+        reports.tell("there", [found_in(self._folder), manifests_in(self._folder)] if nodes.is_first else None)
         if nodes.rank == 0:
-            reports.tell("chosen", newest([reports.hear("found", rank) for rank in nodes.firsts]))
+            reports.tell("chosen", newest([reports.hear("there", rank) for rank in nodes.firsts]))
         chosen = reports.hear("chosen")
         reports.part("chosen")
-        self._number = 0 if chosen is None else int(chosen)
+        name, self._manifest = (None, "") if chosen is None else chosen
+        self._number = 0 if name is None else int(name)
         if nodes.is_first:
             for other in found_in(self._folder):
-                if other != chosen:  # of steps that did not end on all ranks
+                if other != name:  # of steps that did not end on all ranks
                     shutil.rmtree(self._folder / other, ignore_errors=True)
-        if chosen is None:
+        if name is None:
             return None
-        (self._folder / chosen).mkdir(exist_ok=True)  # on a new node, which gets the files later
+        (self._folder / name).mkdir(exist_ok=True)  # on a new node, which gets the files later
         rank_zero_info("The fit goes on from a checkpoint in the memory of the hosts")
-        return self._folder / chosen
-
-    def _manifest_text(self, name: str) -> str:
-        assert self._folder is not None
-        return (self._folder / name / MANIFEST).read_text()
+        return self._folder / name
 
     def complete(self, path: Path, open_reports: Callable[[str], RankReports]) -> None:
         """Get the files of a checkpoint that this node lacks from nodes that have them; collective.
@@ -299,26 +305,24 @@ class HostMemory:
         nodes = self._nodes
         if nodes is None or self._folder is None or path.parent != self._folder or nodes.count == 1:
             return
+        files = decode_manifest(self._manifest.encode(), path / MANIFEST).files
         reports = open_reports("complete")
-        reports.tell("there", found_in(self._folder)[path.name] if nodes.is_first else None)
+        if nodes.is_first:
+            (path / MANIFEST).write_text(self._manifest)
+            there = found_in(self._folder)[path.name]
+            reports.tell("there", [name for name, one in files.items() if there.get(name) == one.size])
         if nodes.rank == 0:
-            reports.tell("moves", moves({rank: reports.hear("there", rank) for rank in nodes.firsts}))
-        found, wire = reports.hear("moves"), _wire()
-        reports.part("moves")
-        for name, size, source, target in found:
+            reports.tell("moves", moves({rank: reports.hear("there", rank) for rank in nodes.firsts}, list(files)))
+        wire = _wire()
+        for name, source, target in reports.hear("moves"):
             if nodes.rank == source:
-                data = (path / name).read_bytes()
-                for start in range(0, size, _CHUNK_BYTES):
-                    chunk = torch.frombuffer(bytearray(data[start : start + _CHUNK_BYTES]), dtype=torch.uint8)
+                for chunk in _read(path / name):
                     dist.send(chunk.to(wire), target)
             elif nodes.rank == target:
-                _checked(name)
-                chunks: list[Tensor] = []
-                for start in range(0, size, _CHUNK_BYTES):
-                    chunks.append(torch.empty(min(_CHUNK_BYTES, size - start), dtype=torch.uint8, device=wire))
-                    dist.recv(chunks[-1], source)
-                write_whole(path / name, b"".join(chunk.cpu().numpy().tobytes() for chunk in chunks))
-        dist.barrier()
+                for chunk in _written(path, name, files[name].size):
+                    dist.recv(taken := chunk.to(wire), source)
+                    chunk.copy_(taken)
+        reports.exchange("complete", None)  # other ranks of a node read what its first one has written
 
     # --- saving ---
 
@@ -346,6 +350,8 @@ class HostMemory:
             if self._nodes.is_first:
                 _keep_newest(self._folder, 1)
             atexit.register(_end, self._folder, self._nodes)
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
         self._callback = self._trainer = self._folder = self._group = None
 
 
@@ -370,8 +376,8 @@ class SaveInMemory(pl.Callback):
             self._save(trainer)
 
 
-def newest(nodes: Sequence[tuple[Mapping[str, Mapping[str, int]], Mapping[str, str]]]) -> str | None:
-    """Return the newest checkpoint of which all files are on some node.
+def newest(nodes: Sequence[tuple[Mapping[str, Mapping[str, int]], Mapping[str, str]]]) -> tuple[str, str] | None:
+    """Return the newest checkpoint of which all files are on some node, and its manifest.
 
     Args:
         nodes: of each node: the sizes of files, and the texts of manifests, by the names of checkpoints.
@@ -384,23 +390,22 @@ def newest(nodes: Sequence[tuple[Mapping[str, Mapping[str, int]], Mapping[str, s
         except CheckpointCorruptError:  # its writer was killed
             continue
         if all(any(there.get(name, {}).get(file) == one.size for there, _ in nodes) for file, one in files.items()):
-            return name
+            return name, text
     return None
 
 
-def moves(there: Mapping[int, Mapping[str, int]]) -> list[tuple[str, int, int, int]]:
-    """Return which files go where: name, size, the rank that sends and the rank that takes.
+def moves(there: Mapping[int, Sequence[str]], files: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Return which files go where: name, the rank that sends and the rank that takes.
 
     Args:
-        there: sizes of the files of each node, by its first rank.
+        there: files that nodes have, by their first ranks.
+        files: those that all should have.
     """
     found = []
-    for name in sorted({name for files in there.values() for name in files}):
-        holders = [rank for rank, files in there.items() if name in files]
+    for name in files:
+        holders = [rank for rank, names in there.items() if name in names]
         lacking = [rank for rank in there if rank not in holders]
-        for number, target in enumerate(lacking):
-            source = holders[number % len(holders)]
-            found.append((name, there[source][name], source, target))
+        found += [(name, holders[number % len(holders)], target) for number, target in enumerate(lacking)]
     return found
 
 
@@ -445,8 +450,3 @@ def _make_private(folder: Path) -> None:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         rule = f"{folder} is another user's"
         raise ConfigError("checkpoint.in_memory_every_n_steps", os.fspath(folder), rule, "Remove it, or leave it unset")
-
-
-def _checked(name: str) -> None:
-    if not is_file_name(name) and name != MANIFEST:
-        raise CheckpointCorruptError(f"{name!r} is no file of a checkpoint")

@@ -12,9 +12,17 @@ import pytest
 import torch.distributed as dist
 
 from lightning_mm5d import ConfigError, MultimodalStrategy
+from lightning_mm5d.checkpoint.rank_reports import RankReports
 from lightning_mm5d.features.sharded_checkpoints import in_memory
 from lightning_mm5d.features.sharded_checkpoints.directory import Manifest, encode_manifest
-from lightning_mm5d.features.sharded_checkpoints.in_memory import Nodes, agent_folder, moves, newest, remove_ended
+from lightning_mm5d.features.sharded_checkpoints.in_memory import (
+    HostMemory,
+    Nodes,
+    agent_folder,
+    moves,
+    newest,
+    remove_ended,
+)
 from lightning_mm5d.storage.files import WrittenFile
 from ranks import run_ranks
 
@@ -33,17 +41,16 @@ def test_the_newest_checkpoint_counts_of_which_all_files_are_on_some_node() -> N
     text = manifest("rank-00000.safetensors", "rank-00001.safetensors")
     first, second = {"rank-00000.safetensors": 5}, {"rank-00001.safetensors": 5}
     whole = ({"3": first, "4": first}, {"3": text, "4": text})
-    assert newest([whole, ({"3": second, "4": second}, {"3": text})]) == "4"  # one manifest is enough
-    assert newest([whole, ({"3": second, "4": {"rank-00001.safetensors": 4}}, {"3": text, "4": text})]) == "3"
+    assert newest([whole, ({"3": second, "4": second}, {"3": text})]) == ("4", text)  # one manifest is enough
+    assert newest([whole, ({"3": second, "4": {"rank-00001.safetensors": 4}}, {"3": text, "4": text})]) == ("3", text)
     assert newest([whole, ({}, {})]) is None  # the other node is a new one
-    assert newest([({"3": first | second}, {"3": text, "4": text[:-9]})]) == "3"  # the writer was killed
+    assert newest([({"3": first | second}, {"3": text, "4": text[:-9]})]) == ("3", text)  # the writer was killed
 
 
 def test_each_node_gets_the_files_that_it_lacks_from_those_that_have_them() -> None:
-    there = {0: {"a": 1, "b": 2}, 4: {"a": 1}, 8: {}}
-    assert moves(there) == [("a", 1, 0, 8), ("b", 2, 0, 4), ("b", 2, 0, 8)]
-    assert moves({0: {"a": 1}, 4: {"a": 1}, 8: {}, 12: {}}) == [("a", 1, 0, 8), ("a", 1, 4, 12)]
-    assert moves({0: {"a": 1}}) == []
+    assert moves({0: ["a", "b"], 4: ["a"], 8: []}, ["a", "b"]) == [("a", 0, 8), ("b", 0, 4), ("b", 0, 8)]
+    assert moves({0: ["a"], 4: ["a"], 8: [], 12: []}, ["a"]) == [("a", 0, 8), ("a", 4, 12)]
+    assert moves({0: ["a"]}, ["a"]) == []
 
 
 def test_first_ranks_of_nodes() -> None:
@@ -66,6 +73,15 @@ def test_folders_of_agents_that_have_ended_are_removed_and_no_others(
         (tmp_path / name).mkdir()
     remove_ended()
     assert {folder.name for folder in tmp_path.iterdir()} == {own.name, "mm5d-another"}
+
+
+def test_ranks_that_nobody_starts_again_write_nothing_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reports(topic: str) -> RankReports:
+        raise AssertionError(topic)
+
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with pytest.warns(UserWarning, match="in_memory_every_n_steps does nothing here: torchrun has not started"):
+        assert HostMemory(1).found(Nodes(0, 1, 1), reports) is None
 
 
 def exchanged(rank: int, folder: Path) -> None:
