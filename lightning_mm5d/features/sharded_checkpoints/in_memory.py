@@ -267,7 +267,7 @@ class HostMemory:
         self._folder = None
         if agent is None:
             rank_zero_warn(
-                "checkpoint.in_memory_every_n_steps does nothing here: torchrun has not started these ranks, so that nobody "
+                "checkpoint.in_memory_every_n_steps does nothing here: torchrun has not started these ranks, so nobody "
                 "starts them again when one is lost"
             )
             return None
