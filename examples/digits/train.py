@@ -69,6 +69,8 @@ class Report(L.Callback):
             from lightning_mm5d.features.timeline.drawing import WORK, draw
 
             draw(simulation, folder / "timeline.png", unit=WORK)
+        if "val_accuracy" not in trainer.callback_metrics:  # a short run has only checked that validation works
+            return
         accuracy = float(trainer.callback_metrics["val_accuracy"])
         print(f"\nheld-out accuracy {accuracy:.1%} (by chance about 1%); see {folder}")
 
