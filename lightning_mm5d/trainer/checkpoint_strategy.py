@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -23,7 +24,7 @@ from typing_extensions import override
 from lightning_mm5d.checkpoint.module_state import collect_module, is_partial, load_module
 from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_optimizers
 from lightning_mm5d.checkpoint.rank_reports import RankReports, fingerprint
-from lightning_mm5d.config.errors import RankLostError, RemoteParameterError, private
+from lightning_mm5d.config.errors import CheckpointCorruptError, RankLostError, RemoteParameterError, private
 from lightning_mm5d.config.features import owned
 from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
@@ -274,17 +275,30 @@ class CheckpointStrategy(ProcessStrategy, ABC):
             CheckpointCorruptError: it is not as it was written.
             CheckpointUntrustedError: it would run code.
         """
-        checkpoint = (
-            self._load_folder(checkpoint_path, weights_only)
-            if is_checkpoint_directory(checkpoint_path)
-            else self._load_file(checkpoint_path, weights_only)
-        )
+        checkpoint = self._load_good(checkpoint_path, weights_only)
         # a process that only waited for ranks has a module without a trainer
         trainer = private(self._module("load_checkpoint"), "_trainer")
         fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if fits and (seed := self._resume.load(checkpoint)) is not None:
             self._seed = seed
         return checkpoint
+
+    def _load_good(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        """Return what the file or folder holds, or an earlier one where it is damaged and the user allows that."""
+        candidates, problem = [path], None
+        for candidate in candidates:  # it grows
+            load = self._load_folder if is_checkpoint_directory(candidate) else self._load_file
+            try:
+                return load(candidate, weights_only)
+            except CheckpointCorruptError as error:
+                if problem is None:
+                    problem = error
+                    candidates += self._checkpoints.earlier(path)
+                if candidate is candidates[-1]:
+                    raise problem from None
+                following = candidates[candidates.index(candidate) + 1]
+                warnings.warn(f"{candidate} is damaged, so that {following} is loaded: {error}", stacklevel=2)
+        raise AssertionError("the last candidate is returned or raises")
 
     def _load_folder(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
         found, files = self._checkpoints.load(path, weights_only=weights_only is not False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import lightning.pytorch as pl
@@ -134,6 +135,14 @@ class Checkpoints:
             Its folder on this node, or None: the fit goes on from what the user names.
         """
         return None
+
+    def earlier(self, path: str | os.PathLike[str]) -> list[Path]:
+        """Return checkpoints to load in place of a damaged one, in the order in which to try them; collective.
+
+        Args:
+            path: of the damaged one.
+        """
+        return []
 
     def load(self, path: str | os.PathLike[str], *, weights_only: bool) -> tuple[dict[str, Any], Mapping[str, Any]]:
         """Return what a folder holds, and what ranks must find equal in it.

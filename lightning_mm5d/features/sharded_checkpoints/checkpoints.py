@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -127,21 +126,22 @@ class Saves:
 
 
 def earlier_checkpoints(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the sharded checkpoints in the folder of `path` that are not it, those of later steps first.
+    """Return the checkpoints in the folder of `path` that are of its kind and not it, those of later steps first.
 
-    Those of later steps than that of `path`, where it still says its step, are left out.
+    Those of later steps than that of `path`, where it still says its step, are left out. Files do not say theirs before
+    they are unpickled, so that their times count.
     """
-    place = resolve(path)
-    limit = _step(place)
-    found: dict[Path, float] = {}
+    place = Path(os.path.realpath(resolve(path)))
+    is_folder, limit = place.is_dir(), _order(place)
+    found: dict[Path, tuple[int, int]] = {}
     for entry in sorted(place.parent.iterdir()) if place.parent.is_dir() else ():
         other = Path(os.path.realpath(entry))
-        if entry.name.startswith(".") or not other.is_dir() or other == Path(os.path.realpath(place)):
+        if entry.name.startswith(".") or other == place or other.is_dir() != is_folder or other.suffix != place.suffix:
             continue
-        step = _step(other)
-        if step is not None and (limit is None or step <= limit):
-            found[other] = step
-    return sorted(found, key=lambda other: (found[other], other.lstat().st_mtime_ns), reverse=True)
+        order = _order(other)
+        if order is not None and (limit is None or order[0] <= limit[0]):
+            found[other] = order
+    return sorted(found, key=lambda other: found[other], reverse=True)
 
 
 def link(target: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
@@ -155,12 +155,14 @@ def link(target: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     flush_folder(place.parent)
 
 
-def _step(path: Path) -> float | None:
+def _order(path: Path) -> tuple[int, int] | None:
+    """Return what orders checkpoints: the step of a folder, and the time of either; None where it cannot be told."""
     try:
-        step = CheckpointDirectory(path).fields.get("step")
+        written = path.lstat().st_mtime_ns
+        step = CheckpointDirectory(path).fields.get("step") if path.is_dir() else written
     except (CheckpointCorruptError, OSError):
         return None
-    return step if isinstance(step, int) else None
+    return (step, written) if isinstance(step, int) else None
 
 
 class ShardedCheckpoints(Checkpoints, SavingInShards):
@@ -272,25 +274,18 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
         return None if self._memory is None else self._memory.found(nodes, self._open_memory_reports)
 
     @override
+    def earlier(self, path: str | os.PathLike[str]) -> list[Path]:
+        if not self._falls_back:
+            return []
+        reports = self._open_reports("earlier checkpoints")
+        own = [os.fspath(one) for one in earlier_checkpoints(path)] if reports.rank == 0 else []
+        return [Path(one) for one in reports.exchange("found", own)[0]]
+
+    @override
     def load(self, path: str | os.PathLike[str], *, weights_only: bool) -> tuple[dict[str, Any], Mapping[str, Any]]:
-        """Return what a folder holds, or the last good one beside it where it is damaged and the user allows that."""
         if self._memory is not None:
             self._memory.complete(Path(path), self._open_memory_reports)
-        candidates, problem = [Path(path)], None
-        for number, candidate in enumerate(candidates):  # it grows
-            try:
-                return self.together("load", partial(self._opened, candidate, weights_only))
-            except CheckpointCorruptError as error:
-                problem = problem or error
-                if number == 0 and self._falls_back:
-                    reports = self._open_reports("earlier checkpoints")
-                    own = [os.fspath(one) for one in earlier_checkpoints(path)] if reports.rank == 0 else []
-                    candidates += map(Path, reports.exchange("found", own)[0])
-                if candidate == candidates[-1]:
-                    raise problem from None
-                following = candidates[number + 1]
-                warnings.warn(f"{candidate} is damaged, so that {following} is loaded: {error}", stacklevel=2)
-        raise AssertionError("the last candidate is returned or raises")
+        return self.together("load", partial(self._opened, Path(path), weights_only))
 
     def _opened(self, path: Path, weights_only: bool) -> tuple[dict[str, Any], Mapping[str, Any]]:
         checkpoint = ShardedCheckpoint(path, weights_only=weights_only)

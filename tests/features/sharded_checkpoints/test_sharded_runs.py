@@ -300,6 +300,32 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks_or_the_one_before_is_loade
         assert found["steps"] == 8
 
 
+def damaged_file(run: Run) -> dict[str, Any]:
+    """A full file with other bytes in its midst, and one of a later step beside it."""
+    train(run, Adaptive(), 3, save_top_k=-1)
+    path = run.folder / "step=4.ckpt"
+    if torch.distributed.get_rank() == 0:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        for other, time in ((2, 1_000), (4, 2_000), (6, 3_000)):
+            if other == 4:
+                path.write_bytes(data)
+            os.utime(run.folder / f"step={other}.ckpt", (time, time))
+    torch.distributed.barrier()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer = train(run, Adaptive(), 4, save_top_k=-1, ckpt_path=path)
+    return {"told": " ".join(str(one.message) for one in told), "steps": trainer.global_step}
+
+
+def test_a_full_file_that_is_damaged_has_one_before_it_too(tmp_path: Path) -> None:
+    """vision: rank 0; language: rank 1"""
+    for found in together(PAIR, damaged_file, tmp_path, on_corrupt_checkpoint="previous"):
+        assert "step=4.ckpt is damaged" in found["told"]
+        assert "step=2.ckpt is loaded" in found["told"]
+        assert found["steps"] == 8
+
+
 def averaged(run: Run) -> dict[str, Any]:
     train(run, Toy(), 2, callbacks=[EMAWeightAveraging(decay=0.5)])
     module = Toy()
