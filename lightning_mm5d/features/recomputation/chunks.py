@@ -27,12 +27,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.random_state import all_states, kept_random_state, pack_states
 from lightning_mm5d.partition.parts import is_metric
 from lightning_mm5d.sharded.torch_internals import version_of
+from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.stage.written import attributes, written
 
@@ -94,13 +95,21 @@ class Chunks:
         path: of the module whose callable it is.
         parts: what the callable computes with, by path.
         device: where this rank computes.
+        fix: what helps where items cannot be computed apart.
     """
 
     def __init__(
-        self, runtime: Runtime, field: str, size: int, path: str, parts: Mapping[str, nn.Module], device: torch.device
+        self,
+        runtime: Runtime,
+        field: str,
+        size: int,
+        path: str,
+        parts: Mapping[str, nn.Module],
+        device: torch.device,
+        fix: str,
     ) -> None:
         self._runtime, self._field, self._size, self._path, self._device = runtime, field, size, path, device
-        self._parts = parts
+        self._parts, self._fix = parts, fix
         self._modules = list(dict.fromkeys(module for part in parts.values() for module in part.modules()))
         # the places of lists with an entry for each item, by the form of a call
         self._proved: dict[Hashable, frozenset[Place]] = {}
@@ -132,10 +141,8 @@ class Chunks:
                 results.append(chunk(*own, **named))
             return _joined(results, self._proved[form])
         except _ItemsError as error:
-            raise self._refused(str(error)) from None
-
-    def _refused(self, rule: str, fix: str = "Use 'full', or let boundary name a part that takes items") -> ConfigError:
-        return ConfigError(self._field, {"items": self._size}, f"{self._path or 'the module'}: {rule}", fix)
+            rule = f"{self._path or 'the module'} cannot compute its items apart: {error}"
+            raise ConfigError(self._field, {"items": self._size}, rule, self._fix) from None
 
     def _prove(self, compute: Compute, leaves: Sequence[Any], spec: Any, items: _Items) -> frozenset[Place]:
         """Compare the first and the last item alone and together; return the places of lists of items."""
@@ -148,7 +155,10 @@ class Chunks:
 
         def call(given: Sequence[Any]) -> Any:
             args, kwargs = tree_unflatten(list(given), spec)
-            return compute(*args, **kwargs)
+            try:
+                return compute(*args, **kwargs)
+            except Exception as error:
+                raise _ItemsError(f"it does not compute some items without the others ({error})") from error
 
         with self._apart(), torch.no_grad():
             both, draws = self._drawing(call, pair)
@@ -158,17 +168,12 @@ class Chunks:
                         stack.callback(setattr, module, "training", True)
                         module.training = False
                 both = call(pair) if draws else both
-                try:
-                    first = call(ends[0])
-                    with self._unwritten():
-                        last = call(ends[1])
-                except (_ItemsError, ConfigError):
-                    raise
-                except Exception as error:
-                    raise _ItemsError(f"it does not compute one item alone ({error})") from error
+                first = call(ends[0])
+                with self._unwritten():
+                    last = call(ends[1])
             lists = frozenset(_lists(both, first))
-            expected, found = (tree_leaves(one) for one in (both, _joined([first, last], lists)))
-            if len(expected) != len(found) or not all(map(_is_close, found, expected)):
+            expected, found = (dict(tensors_in(one)) for one in (both, _joined([first, last], lists)))
+            if expected.keys() != found.keys() or not all(_is_close(found[at], expected[at]) for at in found):
                 raise _ItemsError(
                     "the first and the last item of this call give something else together than each alone, so that "
                     "items depend on each other, or their rows are not along dim 0 of the result"
@@ -260,6 +265,8 @@ def _joined(results: Sequence[Any], lists: frozenset[Place], place: Place = ()) 
     if isinstance(first, Tensor):
         if not first.dim():
             raise _ItemsError("it returns one number for all items")
+        if any(one.shape[1:] != first.shape[1:] for one in results):
+            raise _ItemsError(f"chunks return unlike shapes, {[list(one.shape) for one in results]}")
         return torch.cat(list(results))
     if isinstance(first, Mapping):
         if any(one.keys() != first.keys() for one in results):
@@ -280,16 +287,13 @@ def _joined(results: Sequence[Any], lists: frozenset[Place], place: Place = ()) 
     return first
 
 
-def _is_close(one: Any, other: Any) -> bool:
+def _is_close(one: Tensor, other: Tensor) -> bool:
     """Whether what items give is equal but for rounding."""
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return bool(one == other)
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not one.is_floating_point():
         return torch.equal(one, other)
-    off = torch.finfo(one.dtype).eps ** 0.5
-    off = off if one.dtype is torch.float64 else max(off, _MOST_OFF)
+    off = max(torch.finfo(one.dtype).eps ** 0.5, _MOST_OFF)
     one, other = one.double(), other.double()
     return bool((one - other).abs().max() <= off * other.abs().max()) if one.numel() else True
 

@@ -113,14 +113,14 @@ class Recompute(Removable):
                     done.add(id(layer))
                     self._patch(layer, modality, calls, operations_named(operations))
 
-    def _chunks(self, modality: str, path: str, parts: Sequence[str]) -> Chunks | None:
+    def _chunks(self, modality: str, path: str, parts: Sequence[str], fix: str) -> Chunks | None:
         """What computes the callable of the module at `path` a few items at a time, with the modules at `parts`."""
         size = chunk_size(self._modalities[modality])
         if size is None:
             return None
         field, root = f"modalities.{modality}.memory.activation_checkpointing", self._runtime.root
         found = {part: root.get_submodule(part) for part in parts}
-        return Chunks(self._runtime, field, size, path, found, self._device)
+        return Chunks(self._runtime, field, size, path, found, self._device, fix)
 
     def _patch_boundary(self, boundary: Boundary, modality: str) -> None:
         runtime, module = self._runtime, self._runtime.root.get_submodule(boundary.path)
@@ -128,7 +128,8 @@ class Recompute(Removable):
         runtime.wanted.setdefault(boundary.name, used_fields(runtime.root, boundary.path, boundary.method))
         owns = runtime.partition.encoders[modality].owns
         parts = [path for path in owns if has_module(runtime.root, path)]
-        chunks = self._chunks(modality, boundary.path, parts)
+        fix = f"Use 'full', or let modalities.{modality}.boundary name a part that computes each item by itself"
+        chunks = self._chunks(modality, boundary.path, parts, fix)
         assert chunks is not None
         trained = [runtime.root.get_submodule(path) for path in parts]
         original = getattr(module, method)
@@ -194,7 +195,8 @@ class Recompute(Removable):
         own = vars(layer).get(method)
         buffers, watch = _Buffers(layer), _Watch(layer)
         path = self._runtime.partition.parts[modality].paths[calls[0]]
-        chunks = self._chunks(modality, path, [path])
+        fix = "Use 'full', or pp_size=1 without reshard_after_forward, where calls of the whole encoder are divided"
+        chunks = self._chunks(modality, path, [path], fix)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             inner = partial(type(module).forward, module) if own is None else own
