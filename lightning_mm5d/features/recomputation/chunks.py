@@ -21,8 +21,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,8 @@ class _ItemsError(Exception):
     """Chunks of items would give something else; its text says why."""
 
 
-class _Items(NamedTuple):
+@dataclass(frozen=True)
+class _Items:
     """How the tensors of a call divide.
 
     Attributes:
@@ -242,7 +244,7 @@ def _form(leaf: Any) -> Hashable:
     """What calls of one form have in common."""
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.dim()
-    return leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf)
+    return leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf).__name__
 
 
 def _lists(both: Any, one: Any, place: Place = ()) -> Iterator[Place]:
@@ -326,6 +328,6 @@ def _check_gradients(call: Compute, pair: Sequence[Any], alone: Sequence[Any], f
     if not total.requires_grad:
         return
     gradients = torch.autograd.grad(total, [leaf for leaf, _ in watched], allow_unused=True)
-    for gradient, (_, rows) in zip(gradients, watched, strict=True):
-        if gradient is not None and bool((gradient[rows:] != 0).any()):
+    for gradient, (_, own) in zip(gradients, watched, strict=True):
+        if gradient is not None and bool((gradient[own:] != 0).any()):
             raise _ItemsError("in training mode the result of one item depends on the items beside it")

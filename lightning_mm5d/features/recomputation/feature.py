@@ -97,8 +97,7 @@ class Recompute(Removable):
         self._runtime, self._device = runtime, device
         self._modalities = modalities
         whole = {name for name, modality in modalities.items() if _runs_whole(modality)}
-        here = {name for stage in runtime.stages for name in stage.cuts}
-        for modality in sorted(whole & here):
+        for modality in sorted(whole & {name for stage in runtime.stages for name in stage.cuts}):
             for boundary in runtime.partition.encoders[modality].boundaries:
                 self._patch_boundary(boundary, modality)
         done = set[int]()

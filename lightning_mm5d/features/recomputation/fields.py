@@ -1,5 +1,7 @@
 """What `Modality.memory.activation_checkpointing` says, and which layers it chooses. Imports no torch.
 
+``{items: 16}`` chooses all layers of an encoder; `chunk_size` says how many items they compute at a time.
+
 Layers count from 0, in the order of the modality's list of layers. Stages count in the order in which a microbatch
 passes them, whatever the schedule: with ``pp_size=2, pp_chunks=2`` rank 0 has the stages 0 and 2, or 0 and 3 under
 ``zbv``. Inside of ``per_stage`` the layers of each stage count from 0 again.
