@@ -152,7 +152,8 @@ class MemoryOptions(Shown):
         activation_checkpointing: Which layers are computed again in the backward instead of keeping what it needs:
             ``none``, ``full`` or ``selective``; or one of ``{fraction: 0.5}``, ``{every: 2}``, ``{layers: [0, 1]}``,
             ``{selective: [...]}`` with the operations whose results are kept, and ``{per_stage: [...]}`` with one of
-            these for each pipeline stage.
+            these for each pipeline stage. Of an encoder also ``{items: 16}``: as ``full``, for 16 images, frames or
+            sounds at a time.
         offload: What is in host memory between its uses, one of these or a list: ``activations`` of microbatches in
             flight, states of the ``optimizer``, and ``parameters`` of a frozen encoder.
         cache_features: Folder in which the features of a frozen encoder are kept, so that each item is encoded once,

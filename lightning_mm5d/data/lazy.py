@@ -17,7 +17,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import pairwise
 from traceback import format_exception
 from typing import Any, NamedTuple
@@ -65,15 +65,25 @@ def keep_in_worker(kept: Kept) -> None:
 
 
 class _Source:
-    """What one call of `load` gives: rows of one or several samples, decoded once."""
+    """What one call of `load` gives: rows of one or several samples, decoded once.
 
-    def __init__(self, load: Callable[[], Any], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    Args:
+        load: gives it.
+        shape: of it.
+        dtype: of it.
+        default: torch's default dtype where the sample was made, with which it is loaded; a step may have another one.
+    """
+
+    def __init__(
+        self, load: Callable[[], Any], shape: tuple[int, ...], dtype: torch.dtype, default: torch.dtype | None = None
+    ) -> None:
         self.load, self.shape, self.dtype = load, shape, dtype
+        self._default = default or torch.get_default_dtype()
         self._future: Future[Tensor] | None = None
         self._values: Tensor | None = None
 
     def __reduce__(self) -> Any:
-        return _Source, (self.load, self.shape, self.dtype)
+        return _Source, (self.load, self.shape, self.dtype, self._default)
 
     def start(self, pool: ThreadPoolExecutor) -> None:
         if self._values is None and self._future is None:
@@ -88,18 +98,19 @@ class _Source:
 
     def again(self) -> _Source:
         """Return one that is loaded for itself, unless this is there: a data set may hold this for all epochs."""
-        return self if self._values is not None else _Source(self.load, self.shape, self.dtype)
+        return self if self._values is not None else _Source(self.load, self.shape, self.dtype, self._default)
 
     def row(self) -> _Source:
         """Return this as one row of a batch."""
-        row = _Source(_OneRow(self.load), (1, *self.shape), self.dtype)
+        row = _Source(_OneRow(self.load), (1, *self.shape), self.dtype, self._default)
         row._values = None if self._values is None else self._values[None]
         return row
 
     def _loaded(self) -> Tensor:
         is_alone = threading.current_thread() is threading.main_thread()
         states = pack_states(all_states(_CPU)) if is_alone else None
-        values = torch.as_tensor(self.load())
+        with _outside_of_steps(self._default) if is_alone else nullcontext():
+            values = torch.as_tensor(self.load())
         if states is not None and not torch.equal(states, pack_states(all_states(_CPU))):
             rule = (
                 "It runs in threads, while steps draw from the generators of Python, numpy or torch that it draws from"
@@ -111,6 +122,21 @@ class _Source:
             rule = f"It was said to give {_form(self.dtype, self.shape)}, and its sample was collated as that"
             raise ConfigError("LazyTensor.load", got, rule, "Give LazyTensor the shape and dtype that load returns")
         return values
+
+
+@contextmanager
+def _outside_of_steps(default: torch.dtype) -> Iterator[None]:
+    """Compute as outside of a step: with the default dtype `default`, and without autocast."""
+    now = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        with ExitStack() as stack:
+            for kind in {"cpu", *((found.type,) if (found := torch.accelerator.current_accelerator()) else ())}:
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
+    finally:
+        torch.set_default_dtype(now)
 
 
 def _loads_in_worker(sources: Sequence[_Source]) -> bool:
@@ -167,7 +193,8 @@ class LazyTensor(Waiting):
 
     Args:
         load: returns the values, as a tensor or an array on the CPU; where the DataLoader has workers, it can be
-            pickled. Called once, in any thread, so that it draws from no global generator.
+            pickled. Called once, in any thread, so that it draws from no global generator. Where it has a method
+            `identity`, the bytes of that tell what it loads; else what pickle makes of it.
         shape: of the values, with at least one dim.
         dtype: of the values.
 
@@ -228,7 +255,8 @@ class LazyTensor(Waiting):
             for source, start, end, _ in self._pieces:
                 digest.update(f"{source.shape} {source.dtype} {start} {end}".encode())
                 with suppress(Exception):  # a function within a function, an open file
-                    digest.update(pickle.dumps(source.load))
+                    tells = getattr(source.load, "identity", None)
+                    digest.update(pickle.dumps(source.load) if tells is None else tells())
             self._key = digest.digest()
         return self._key
 

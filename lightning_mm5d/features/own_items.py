@@ -8,7 +8,8 @@ language model). Which ones is learned from each training step. Phases for each 
 3. learn: what was read is what is loaded of the next batch. Where everything was, workers of the loader load it, as
    they would without lazy tensors.
 
-So nothing depends on the guess but when something is loaded.
+So nothing depends on the guess but when something is loaded. Where the precision gives a step another default dtype
+(``bf16-true``, ``64-true``), which threads would see, nothing is loaded ahead.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class _OwnItems(Attached, AroundSteps):
 
     def __init__(self, running: Running) -> None:
         self._trainer, self._parts = running.trainer, running.steps.batch_parts
+        precision = str(running.trainer.precision)
+        self._changes_default = precision.endswith("-true") and precision != "32-true"
         self._served = running.plan.layout.replicas_of_rank(running.rank)
         self._shown: Any = None  # the loaders that show batches ahead
         self._loaders: list[Resumable] = []
@@ -89,7 +92,7 @@ class _OwnItems(Attached, AroundSteps):
 
     def _begin(self, batch: Any) -> None:
         """Begin to load what this rank will read of a batch."""
-        if self._pool is None:
+        if self._pool is None or self._changes_default:
             return
         with suppress(Exception):  # hooks may make of it what can be split; else the step raises it again
             batches = split_replicas(batch, len(self._served))

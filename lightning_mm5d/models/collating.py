@@ -39,6 +39,7 @@ class MultimodalCollator(VaryingCollator):
         pad_to_max_length: whether rows have `max_length` tokens, and not those of the longest one.
         prompts: whether batches are for ``model.generate(**batch)``: without a last turn of the assistant and labels,
             padded on the left.
+        lazy: whether files are decoded where something reads them, as for `MultimodalProcessor.encode`.
 
     Raises:
         ConfigError: arguments do not fit together, or packed samples would see each other in the language model.
@@ -53,6 +54,7 @@ class MultimodalCollator(VaryingCollator):
         too_long: str = "refuse",
         pad_to_max_length: bool = False,
         prompts: bool = False,
+        lazy: bool = False,
     ) -> None:
         if too_long not in _TOO_LONG:
             raise ConfigError("too_long", too_long, "It says what to do", did_you_mean(too_long, _TOO_LONG))
@@ -68,6 +70,7 @@ class MultimodalCollator(VaryingCollator):
             check_packs(processor.config.text_config)
         self.processor, self.max_length, self.packing = processor, max_length, packing
         self.too_long, self.pad_to_max_length, self.prompts = too_long, pad_to_max_length, prompts
+        self.lazy = lazy
 
     @property
     @override
@@ -81,7 +84,7 @@ class MultimodalCollator(VaryingCollator):
             What `MultimodalProcessor.batch` returns. Packed rows have ``position_ids`` [B, S] instead of an
             attention mask, and as ``<name>_items`` the sums over their samples.
         """
-        encoded = (self.processor.encode(row, prompt=self.prompts) for row in rows)
+        encoded = (self.processor.encode(row, prompt=self.prompts, lazy=self.lazy) for row in rows)
         samples = [fitting for sample in encoded if (fitting := self._fitting(sample)) is not None]
         if not samples:
             names = ", ".join(str(row.get("source", "sample")) for row in rows)

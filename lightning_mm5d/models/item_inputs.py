@@ -19,6 +19,7 @@ import math
 import re
 import wave
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,15 @@ from transformers import FeatureExtractionMixin, ImageProcessingMixin, Processor
 from transformers.video_processing_utils import BaseVideoProcessor
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.data.lazy import LazyTensor
 from lightning_mm5d.models.encoder_kinds import input_names, own_inputs
 
 SOUNDS = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a")
 VIDEOS = (".mp4", ".mkv", ".webm", ".avi", ".mov")
+_UNTOLD = (".npy", *SOUNDS[1:], *VIDEOS)
+"""files whose headers are not read for their form"""
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
+"""a tag of EXIF, and its values for images that lie on a side"""
 
 
 def read_item(value: Any, *, sampling_rate: int | None = None, frames: int | None = None) -> Any:
@@ -69,6 +75,59 @@ def read_item(value: Any, *, sampling_rate: int | None = None, frames: int | Non
     if ending in SOUNDS:
         return read_sound(path, sampling_rate)
     return _read_video(path, frames) if ending in VIDEOS else read_image(path)
+
+
+def blank_of(value: Any, *, sampling_rate: int | None = None, frames: int | None = None) -> tuple[Any, Any] | None:
+    """An item without content of the form that `read_item` gives, and its key among forms.
+
+    Args:
+        value: as for `read_item`.
+        sampling_rate: as for `read_item`.
+        frames: as for `read_item`.
+
+    Returns:
+        Of an image, a wav file, and frames in a folder or a list; None where nothing but decoding tells the form.
+    """
+    if isinstance(value, list | tuple) and value and all(isinstance(part, str | Path) for part in value):
+        files = [Path(value[at]) for at in spaced(len(value), frames)]
+    elif isinstance(value, str | Path) and Path(value).is_dir():
+        files = _frames_in(Path(value), frames)
+    elif not isinstance(value, str | Path) or not Path(value).is_file() or Path(value).suffix.lower() in _UNTOLD:
+        return None
+    elif Path(value).suffix.lower() == ".wav":
+        return _blank_sound(Path(value), sampling_rate)
+    else:
+        files = [Path(value)]
+    sizes = [_image_size(file) for file in files]
+    if None in sizes:
+        return None
+    new = importlib.import_module("PIL.Image").new
+    blanks = [new("RGB", size) for size in sizes]
+    is_one = isinstance(value, str | Path) and not Path(value).is_dir()
+    return (is_one, *sizes), blanks[0] if is_one else blanks
+
+
+def _image_size(path: Path) -> tuple[int, int] | None:
+    """Width and height of an image that is turned upright, as its header says; None where it says none."""
+    try:
+        with importlib.import_module("PIL.Image").open(path) as opened:
+            width, height = opened.size
+            return (height, width) if opened.getexif().get(_ORIENTATION, 1) in _TURNED else (width, height)
+    except (ImportError, OSError, ValueError, SyntaxError):  # which decoding reports
+        return None
+
+
+def _blank_sound(path: Path, sampling_rate: int | None) -> tuple[Any, Any] | None:
+    try:
+        with wave.open(str(path), "rb") as opened:
+            count, rate = opened.getnframes(), opened.getframerate()
+            size = count * opened.getnchannels() * opened.getsampwidth()
+    except (wave.Error, EOFError):
+        return None
+    if size > path.stat().st_size:  # a header that was written before the sound
+        return None
+    length = math.ceil(count * (sampling_rate or rate) / rate) if count else 0
+    return (length,), np.zeros(length, np.float32)
 
 
 def read_image(path: Path) -> Any:
@@ -163,11 +222,15 @@ def _read_wave(path: Path) -> tuple[np.ndarray, int]:
 
 
 def _read_folder(path: Path, frames: int | None) -> list[Any]:
+    return [read_image(file) for file in _frames_in(path, frames)]
+
+
+def _frames_in(path: Path, frames: int | None) -> list[Path]:
     files = [file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")]
     files.sort(key=lambda file: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", file.name)])
     if not files:
         raise ConfigError("file", str(path), "A folder that is a video holds its frames as images", "Check the path")
-    return [read_image(files[at]) for at in spaced(len(files), frames)]
+    return [files[at] for at in spaced(len(files), frames)]
 
 
 def _read_video(path: Path, frames: int | None) -> list[Any]:
@@ -253,6 +316,76 @@ def item_values(name: str, processor: Processor, config: Any, value: Any, frames
     return values
 
 
+@dataclass(frozen=True)
+class ItemForm:
+    """What all items of one form have in common.
+
+    Attributes:
+        main: the encoder's first input, which holds what an item shows.
+        values: of an item: `main` without memory, and the others, which are equal for all.
+        counts: how many features each gives.
+    """
+
+    main: str
+    values: Values
+    counts: tuple[int, ...]
+
+
+class ItemLoad:
+    """Decodes and processes the file of an item, for `LazyTensor`.
+
+    Args:
+        name: of the modality.
+        processor: of the modality.
+        config: of the encoder.
+        value: as for `item_values`.
+        frames: as for `item_values`.
+        form: that its header tells.
+        source: of the row, for errors.
+    """
+
+    def __init__(
+        self, name: str, processor: Processor, config: Any, value: Any, frames: int | None, form: ItemForm, source: str
+    ) -> None:
+        self._name, self._processor, self._config, self._value, self._frames = name, processor, config, value, frames
+        self._form, self._source = form, source
+
+    def __call__(self) -> Tensor:
+        """The encoder's first input.
+
+        Raises:
+            ConfigError: the file cannot be read, or is not what its header says.
+        """
+        try:
+            found = item_values(self._name, self._processor, self._config, self._value, self._frames)
+        except ConfigError as error:
+            raise ConfigError(f"{self._source}: {error.field}", error.got, error.rule, error.fix) from error
+        form = self._form
+        others = found.keys() | form.values.keys()
+        others.discard(form.main)
+        if unlike := [key for key in others if key not in found or not torch.equal(found[key], form.values[key])]:
+            rule = f"Its {unlike[0]} is not that of an item of the size in the header of its file"
+            raise ConfigError(f"{self._source}: {self._name}", str(self._value), rule, "Use lazy=False")
+        return found[form.main]
+
+    def lazily(self) -> Values:
+        """What `item_values` returns, with the encoder's first input as a `LazyTensor`."""
+        form = self._form.values[self._form.main]
+        return {**self._form.values, self._form.main: LazyTensor(self, form.shape, form.dtype)}
+
+    def identity(self) -> bytes:
+        """What tells it from other items, on all ranks."""
+        return f"{self._name} {self._value} {self._frames}".encode()
+
+    def __repr__(self) -> str:
+        return f"{self._source}: {self._name} {self._value}"
+
+
+def takes_blanks(processor: Processor) -> bool:
+    """Whether what a processor returns has a form that follows from its items' sizes: not known of functions."""
+    return isinstance(processor, BaseVideoProcessor | ImageProcessingMixin | FeatureExtractionMixin)
+
+
 def joined(name: str, values: Sequence[Values], padding_value: float = 0.0) -> Values:
     """What the encoder takes of all items together: one after the other along dim 0.
 
@@ -283,12 +416,29 @@ def _stacked(name: str, key: str, parts: list[Tensor], padding_value: float, tel
         raise ConfigError(name, sorted(tuple(shape) for shape in shapes), rule, fix)
     full = [max(sizes) for sizes in zip(*shapes, strict=True)]
     fill = padding_value if parts[0].is_floating_point() else 0
-    padded = []
-    for part in parts:
-        result = part.new_full((len(part), *full), fill)
-        result[tuple(slice(size) for size in part.shape)] = part
-        padded.append(result)
-    return torch.cat(padded)
+    pads = [_Padded(part, (len(part), *full), fill) for part in parts]
+    return torch.cat(
+        [LazyTensor(pad, pad.shape, pad.part.dtype) if isinstance(pad.part, LazyTensor) else pad() for pad in pads]
+    )
+
+
+@dataclass(frozen=True)
+class _Padded:
+    """A tensor with `fill` after it, as `shape`."""
+
+    part: Tensor
+    shape: tuple[int, ...]
+    fill: float
+
+    def __call__(self) -> Tensor:
+        result = torch.full(self.shape, self.fill, dtype=self.part.dtype)
+        result[tuple(slice(size) for size in self.part.shape)] = self.part
+        return result
+
+    def identity(self) -> bytes:
+        """What tells it from other tensors, on all ranks."""
+        own = self.part.key() if isinstance(self.part, LazyTensor) else b""
+        return own + f"{self.shape} {self.fill}".encode()
 
 
 def _called(processor: Processor, items: list[Any]) -> Mapping[str, Any]:

@@ -38,7 +38,18 @@ from transformers.video_processing_utils import BaseVideoProcessor
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.models.chat import ChatEncoder, Item, Message, default_template, messages_of
-from lightning_mm5d.models.item_inputs import Processor, Values, item_values, joined, plain_processor
+from lightning_mm5d.models.encoder_kinds import input_names
+from lightning_mm5d.models.item_inputs import (
+    ItemForm,
+    ItemLoad,
+    Processor,
+    Values,
+    blank_of,
+    item_values,
+    joined,
+    plain_processor,
+    takes_blanks,
+)
 from lightning_mm5d.models.modality_encoder import batch_keys, feature_counts
 from lightning_mm5d.models.multimodal_config import MultimodalConfig
 
@@ -119,6 +130,7 @@ class MultimodalProcessor:
         self.config.token_ids = dict(self.token_ids)
         if model is not self.config and len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        self._forms: dict[Any, ItemForm | None] = {}
         self._chat = ChatEncoder(tokenizer, self.tokens)
         self._keys = batch_keys(self.config)
 
@@ -201,7 +213,13 @@ class MultimodalProcessor:
         return _as_tensors(batch, return_tensors, () if labels else ("labels",))
 
     def encode(
-        self, row: Mapping[str, Any], *, with_labels: bool = True, prompt: bool = False, **options: Any
+        self,
+        row: Mapping[str, Any],
+        *,
+        with_labels: bool = True,
+        prompt: bool = False,
+        lazy: bool = False,
+        **options: Any,
     ) -> Sample:
         """One sample of a row with ``messages`` (Hugging Face's format) or ``conversations`` (LLaVA's).
 
@@ -209,6 +227,9 @@ class MultimodalProcessor:
             row: further keys: ``"source"`` (what errors call it), ``"root"`` (the folder of its paths), ``"tools"``.
             with_labels: whether to label what the assistant says, with the token that ends its turn.
             prompt: whether to leave out a last turn of the assistant, and have it speak next; without labels.
+            lazy: whether files are decoded where something reads them, as far as their headers tell what they give:
+                images, wav files, and frames in a folder or a list, through a processor of transformers and without a
+                callback before the encoder.
             options: for the template.
 
         Raises:
@@ -226,7 +247,7 @@ class MultimodalProcessor:
         except ConfigError as error:
             raise ConfigError(f"{source}: {error.field}", error.got, error.rule, error.fix) from error
         labels = [token if said else IGNORED for token, said in zip(chat.ids, chat.said, strict=True)]
-        return self._sample(chat.ids, labels, _items_of(messages), source)
+        return self._sample(chat.ids, labels, _items_of(messages), source, lazy=lazy)
 
     def batch(
         self, samples: Sequence[Sample], *, padding_side: str = "right", length: int | None = None
@@ -342,14 +363,24 @@ class MultimodalProcessor:
         fix = f"Pass {name}=[[...], [...]], one list for each text"
         raise ConfigError(name, f"{len(lists)} items", rule, fix)
 
-    def _sample(self, ids: Sequence[int], labels: Sequence[int], items: Mapping[str, list[Any]], source: str) -> Sample:
+    def _sample(
+        self,
+        ids: Sequence[int],
+        labels: Sequence[int],
+        items: Mapping[str, list[Any]],
+        source: str,
+        *,
+        lazy: bool = False,
+    ) -> Sample:
         """Process items and put as many placeholders in the place of each as it has features."""
         values: dict[str, list[Values]] = {name: [] for name in self.processors}
         counts: dict[str, list[int]] = {name: [] for name in self.processors}
         seen = dict.fromkeys(self.processors, 0)
         for name, members in items.items():
             for member in members:
-                found, sizes = self._processed(name, member, source)
+                found, sizes = (self._told(name, member, source) if lazy else None) or self._processed(
+                    name, member, source
+                )
                 values[name].append(found)
                 counts[name].append(sum(sizes))
                 seen[name] += len(sizes)
@@ -371,6 +402,33 @@ class MultimodalProcessor:
             if numbers:
                 raise self._other_number(name, ids, counts[name], source)
         return Sample(full, learned, values, seen, source)
+
+    def _told(self, name: str, item: Any, source: str) -> tuple[Values, Sequence[int]] | None:
+        """What an item's header tells of it, with what it shows as a `LazyTensor`; None where it is to be decoded."""
+        processor, entry = self.processors[name], self.config.encoders[name]
+        if entry["before"] is not None or not takes_blanks(processor):
+            return None
+        blank = blank_of(item, sampling_rate=getattr(processor, "sampling_rate", None), frames=self.frames)
+        if blank is None:
+            return None
+        key, content = (name, blank[0]), blank[1]
+        if key not in self._forms:
+            self._forms[key] = self._form(name, content, source)
+        form = self._forms[key]
+        if form is None:
+            return None
+        load = ItemLoad(name, processor, entry["model"], item, self.frames, form, source)
+        return load.lazily(), form.counts
+
+    def _form(self, name: str, blank: Any, source: str) -> ItemForm | None:
+        try:
+            values, counts = self._processed(name, blank, source)
+        except ConfigError:  # which decoding reports
+            return None
+        main = input_names(self.config.encoders[name]["model"])[0]
+        if main not in values:
+            return None
+        return ItemForm(main, {**values, main: values[main].to("meta")}, tuple(counts))
 
     def _processed(self, name: str, item: Any, source: str) -> tuple[Values, list[int]]:
         try:

@@ -1,7 +1,8 @@
 """Conversations with images, sounds and videos from JSONL files, as a LightningDataModule.
 
 Loaders have ordinary datasets and samplers, so Lightning and the strategy place their own samplers, and a run goes on
-in the midst of an epoch as with any other data.
+in the midst of an epoch as with any other data. Files are decoded by the ranks that read them, as far as their headers
+tell what they give.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class MultimodalDataModule(L.LightningDataModule):
         self._files = {name: MessagesFile(path, root) for name, path in files.items() if path is not None}
         self._processor, self.batch_size = processor, batch_size
         self._num_workers, self._shuffle = num_workers, shuffle
-        self._limits: dict[str, Any] = {"max_length": max_length, "too_long": too_long}
+        self._limits: dict[str, Any] = {"max_length": max_length, "too_long": too_long, "lazy": True}
         self._options: dict[str, dict[str, Any]] = {"train": {"packing": packing}, "predict": {"prompts": True}}
         if processor is not None:
             self._collator("train")  # refuses what does not fit before anything runs

@@ -164,6 +164,39 @@ def test_what_load_gives_must_be_what_was_said() -> None:
         LazyTensor(load(0), (2, 3))  # type: ignore[arg-type]
 
 
+def test_a_step_changes_neither_dtypes_nor_rounding_of_what_it_loads() -> None:
+    def product() -> Tensor:
+        return F.linear(torch.full((2, 3), 1.001), torch.full((4, 3), 1.001))
+
+    image = LazyTensor(product, (2, 4))
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = image.clone() * 1
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(found, product())
+
+
+class Named:
+    """Tells what it loads, and cannot be pickled."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.other = number, lambda: None
+
+    def __call__(self) -> Tensor:
+        return load(self.number)
+
+    def identity(self) -> bytes:
+        return str(self.number).encode()
+
+
+def test_a_load_may_tell_what_it_loads() -> None:
+    one, same, other = (LazyTensor(Named(number), (2, 3)) for number in (1, 1, 2))
+    assert one.key() == same.key() != other.key()
+
+
 def test_equal_sources_have_equal_digests_and_are_not_loaded_for_them() -> None:
     assert digests({"x": lazy(1)}) == digests({"x": lazy(1)}) != digests({"x": lazy(2)})
     copied = pickle.loads(pickle.dumps(lazy(1)))

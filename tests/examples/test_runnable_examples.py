@@ -102,3 +102,9 @@ def test_a_mixture_of_experts_learns_on_two_ranks_that_share_its_experts() -> No
     output = run("examples/mixture/train.py", "fit", "--config", "examples/mixture/config.yaml", fork)
     assert "ranks 2:" in output
     assert loss_of(output) < 3.0  # log(32) = 3.47 at the start
+
+
+def test_clips_of_which_sixteen_frames_are_encoded_at_a_time_are_told_apart(tmp_path: Path) -> None:
+    output = run("examples/video/train.py", str(tmp_path))
+    assert "ranks 2:" in output
+    assert float(output.split("ranks 2: ")[1].split("%")[0]) > 90

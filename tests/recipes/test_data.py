@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_mm5d import ConfigError, Modality, MultimodalDataModule, MultimodalModule
+from lightning_mm5d import ConfigError, Modality, MultimodalDataModule, MultimodalModule, MultimodalProcessor
+from lightning_mm5d.models import item_inputs
 from models.tiny_composed import composed, processor
 from parity.harness import Recorder, strategy
-from ranks import call_ranks
+from ranks import call_ranks, run_ranks
 from recipes.conversations import Learner, write
 
 WITH = {"colocate_with": "language"}
@@ -105,6 +107,38 @@ def test_replicas_go_on_in_the_midst_of_an_epoch(path: Path, tmp_path: Path) -> 
             np.testing.assert_array_equal(one, other)
     first, second = ([batch.tolist() for batch in expected] for expected, _ in results)
     assert first != second
+
+
+def decoding(rank: int, path: Path, lazy: bool) -> tuple[list[float], Counter[str]]:
+    """Losses, and how many files this rank decodes."""
+    decoded = Counter[str]()
+    module, recorder = Learner(), Recorder()
+    data = MultimodalDataModule(path, processor=processor(module.model), shuffle=False, batch_size=4)
+    modalities = {"vision": Modality(), "audio": Modality(colocate_with="vision"), "language": Modality()}
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("read_image", "read_sound"):
+            read = getattr(item_inputs, name)
+            patch.setattr(
+                item_inputs, name, lambda *args, name=name, read=read: (decoded.update([name]), read(*args))[1]
+            )
+        if not lazy:
+            patch.setattr(MultimodalProcessor, "_told", lambda *_: None)
+        placed = {"strategy": strategy(modalities, num_microbatches=2, loss_weight="tokens"), "devices": 2}
+        trainer(**placed, use_distributed_sampler=False, callbacks=[recorder]).fit(module, datamodule=data)
+    return recorder.losses, decoded
+
+
+def test_a_rank_decodes_the_files_that_it_encodes_and_losses_are_those_of_all_decoded(tmp_path: Path) -> None:
+    """vision and audio: rank 0; language: rank 1."""
+    path = write(tmp_path, rows=48)
+    eager, lazy = (run_ranks(2, decoding, path, kind) for kind in (False, True))
+    assert [decoded for _, decoded in eager] == [{"read_image": 48, "read_sound": 12}] * 2
+    assert [losses for losses, _ in lazy] == [losses for losses, _ in eager]
+    encoding, others = (decoded for _, decoded in lazy)
+    assert not others
+    assert 48 <= encoding["read_image"] <= 1.05 * 48
+    assert 12 <= encoding["read_sound"] <= 1.05 * 12
 
 
 def test_workers_load_what_one_process_loads(path: Path) -> None:

@@ -12,7 +12,13 @@ import torch
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.features.recomputation.fields import SELECTIVE, depends_on_cut, normal_name, recomputed_layers
+from lightning_mm5d.features.recomputation.fields import (
+    SELECTIVE,
+    chunk_size,
+    depends_on_cut,
+    normal_name,
+    recomputed_layers,
+)
 from lightning_mm5d.partition.costs import Kept, share_again
 
 __all__ = ["depends_on_cut", "kept_of", "share_of"]
@@ -35,6 +41,8 @@ def kept_of(name: str, modality: Modality, sizes: Sequence[int]) -> tuple[Kept, 
     """
     field, said = f"modalities.{name}.memory.activation_checkpointing", modality.memory.activation_checkpointing
     if said == "none":
+        return ()
+    if not sum(sizes) and chunk_size(modality) is not None:
         return ()
     if not sum(sizes):
         rule = f"{name} has no list of layers, and layers are what is computed again"

@@ -1,4 +1,4 @@
-"""Lets layers run again in their backward, instead of keeping what the backward needs.
+"""Lets layers, or an encoder's calls in chunks, run again in their backward, instead of keeping what it needs.
 
 A chosen layer gets an instance attribute in front of its forward, around all that tensor and context parallelism put
 there and inside of its hooks, so that hooks of the layer itself act once. It runs under torch's non-reentrant
@@ -12,14 +12,18 @@ there and inside of its hooks, so that hooks of the layer itself act once. It ru
 A layer runs as it is where nothing in it or before it is differentiated, and where it is checkpointed already: by a
 flag of its own, as transformers' ``gradient_checkpointing_enable`` sets it, by code that calls it, or by its own code,
 which its first call shows. It also does for a cache that is not empty.
+
+With ``{items: 16}`` a call of the encoder's boundary computes sixteen items at a time (`chunks`), and keeps what a
+chunk is given and what it returns. Where stages share the encoder, or its layers are gathered for each of their calls,
+each layer does so by itself. Where nothing is trained, chunks run one after the other, and none of them again.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial, wraps
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -28,16 +32,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mm5d.config.errors import ConfigError, private
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.features.recomputation.chunks import Chunks, Compute, check_norms
+from lightning_mm5d.features.recomputation.fields import chunk_size
 from lightning_mm5d.partition.compiled import IN_PLACE, compiled_parts, is_compiled, is_compiled_in_place
-from lightning_mm5d.partition.parts import is_in
+from lightning_mm5d.partition.parts import has_module, is_in
+from lightning_mm5d.partition.step_uses import Boundary
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.kept_results import kept_results, operations_named
 from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.sharded.torch_internals import in_backward, in_checkpoint
+from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage import Runtime
 from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.trainer.feature import Feature
@@ -63,10 +72,16 @@ class Recomputation(Feature):
                 field, said = f"modalities.{name}.memory.activation_checkpointing", plan.modalities[name]
                 fix = f"Compile the layers instead, for instance {inside!r}, or use 'none'"
                 raise ConfigError(field, said.memory.activation_checkpointing, rule, fix)
+        for name, modality in plan.modalities.items():
+            if chunk_size(modality) is not None:
+                field, owns = f"modalities.{name}.memory.activation_checkpointing", plan.partition.encoders[name].owns
+                parts = {path: module.get_submodule(path) for path in owns if has_module(module, path)}
+                check_norms(field, modality.memory.activation_checkpointing, parts)
 
     def cut(self, runtime: Runtime, plan: Plan, device: torch.device) -> Callable[[], None] | None:
-        """Stand before the layers of this rank that run again."""
-        return Recompute(runtime).remove if plan.partition.kept else None
+        """Stand before the layers and the boundaries of this rank that run again."""
+        chunked = any(chunk_size(modality) is not None for modality in plan.modalities.values())
+        return Recompute(runtime, plan.modalities, device).remove if plan.partition.kept or chunked else None
 
 
 class Recompute(Removable):
@@ -74,12 +89,21 @@ class Recompute(Removable):
 
     Args:
         runtime: the module and its stages.
+        modalities: the configuration.
+        device: where this rank computes.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, modalities: Mapping[str, Modality], device: torch.device) -> None:
+        self._runtime, self._device = runtime, device
+        self._modalities = modalities
+        whole = {name for name, modality in modalities.items() if _runs_whole(modality)}
+        for modality in sorted(whole & {name for stage in runtime.stages for name in stage.cuts}):
+            for boundary in runtime.partition.encoders[modality].boundaries:
+                self._patch_boundary(boundary, modality)
         done = set[int]()
         for modality, kept in runtime.partition.kept.items():
+            if modality in whole:
+                continue
             cuts = [stage.cuts[modality] for stage in runtime.stages if modality in stage.cuts]
             for layer, operations in zip(runtime.lists[modality], kept, strict=True):
                 calls = [call for call, other in enumerate(runtime.lists[modality]) if other is layer]
@@ -88,40 +112,132 @@ class Recompute(Removable):
                     done.add(id(layer))
                     self._patch(layer, modality, calls, operations_named(operations))
 
+    def _chunks(self, modality: str, path: str, parts: Sequence[str], fix: str) -> Chunks | None:
+        """What computes the callable of the module at `path` a few items at a time, with the modules at `parts`."""
+        size = chunk_size(self._modalities[modality])
+        if size is None:
+            return None
+        field, root = f"modalities.{modality}.memory.activation_checkpointing", self._runtime.root
+        found = {part: root.get_submodule(part) for part in parts}
+        return Chunks(self._runtime, field, size, path, found, self._device, fix)
+
+    def _patch_boundary(self, boundary: Boundary, modality: str) -> None:
+        runtime, module = self._runtime, self._runtime.root.get_submodule(boundary.path)
+        method = IN_PLACE if boundary.method == "forward" and is_compiled_in_place(module) else boundary.method
+        runtime.wanted.setdefault(boundary.name, used_fields(runtime.root, boundary.path, boundary.method))
+        owns = runtime.partition.encoders[modality].owns
+        parts = [path for path in owns if has_module(runtime.root, path)]
+        fix = f"Use 'full', or let modalities.{modality}.boundary name a part that computes each item by itself"
+        chunks = self._chunks(modality, boundary.path, parts, fix)
+        assert chunks is not None
+        trained = [runtime.root.get_submodule(path) for path in parts]
+        original = getattr(module, method)
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            return runtime.read_fields(boundary.name, original(*args, **kwargs))
+
+        def chunk(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_differentiated(trained, args, kwargs):
+                return compute(*args, **kwargs)
+            return self._again(compute, args, kwargs)
+
+        @torch.compiler.disable
+        @wraps(original, updated=())
+        def call(*args: Any, **kwargs: Any) -> Any:
+            run = runtime.active
+            # in lock step other ranks answer the modules of one call
+            if runtime.guard.is_dry or runtime.in_lock_step or (run is not None and modality not in run.stage.cuts):
+                return original(*args, **kwargs)
+            with self._one_stream():
+                return chunks(compute, chunk, args, kwargs)
+
+        self.put_attribute(module, method, call)
+
+    @contextmanager
+    def _one_stream(self) -> Iterator[None]:
+        """Draw from the stream that the layers begin: a chunk that runs again begins none."""
+        run = self._runtime.active
+        draws = None if run is None else run.draws
+        if run is None or draws is None:
+            yield
+            return
+        draws.layers()
+        run.draws = None
+        try:
+            yield
+        finally:
+            run.draws = draws
+
+    def _again(self, compute: Compute, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Compute a chunk, and once more in its backward."""
+        leaves, spec = tree_flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+        def call(*tensors: Tensor) -> Any:
+            given = dict(zip(places, tensors, strict=True))
+            own, named = tree_unflatten([given.get(place, leaf) for place, leaf in enumerate(others)], spec)
+            return compute(*own, **named)
+
+        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        run = self._runtime.active
+        replay = _Replay(nullcontext(), is_eager=run is not None and run.is_traced)
+        return checkpoint(
+            call,
+            *(leaves[place] for place in places),
+            use_reentrant=False,
+            context_fn=lambda: (nullcontext(), replay),
+            debug=False,
+        )
+
     def _patch(self, layer: nn.Module, modality: str, calls: list[int], operations: frozenset[str]) -> None:
         method = IN_PLACE if is_compiled_in_place(layer) else "forward"
         own = vars(layer).get(method)
         buffers, watch = _Buffers(layer), _Watch(layer)
+        path = self._runtime.partition.parts[modality].paths[calls[0]]
+        fix = "Use 'full', or pp_size=1 without reshard_after_forward, where calls of the whole encoder are divided"
+        chunks = self._chunks(modality, path, [path], fix)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             inner = partial(type(module).forward, module) if own is None else own
-            if watch.found or not self._applies(module, modality, calls, args, kwargs):
-                return inner(*args, **kwargs)
-            is_watched = watch.found is None
-            if is_watched:
-                inner = watch.watched(inner)
-            return self._run(module, inner, args, kwargs, operations, buffers, is_eager=is_watched)
+
+            def chunk(*args: Any, **kwargs: Any) -> Any:
+                if watch.found or not self._applies(module, modality, calls, args, kwargs):
+                    return inner(*args, **kwargs)
+                is_watched = watch.found is None
+                compute = watch.watched(inner) if is_watched else inner
+                return self._run(module, compute, args, kwargs, operations, buffers, is_eager=is_watched)
+
+            if chunks is None or not self._is_local(modality, calls) or in_backward():
+                return chunk(*args, **kwargs)
+            return chunks(inner, chunk, args, kwargs)
 
         # bound, so that a copy of the module computes with its own weights
         self.put_attribute(layer, method, MethodType(forward, layer))
 
     def _applies(self, layer: nn.Module, modality: str, calls: list[int], args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether a call of a layer runs again in its backward."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return False
-        if in_backward() or in_checkpoint():  # the code around is computed again already
-            return False
         if layer.training and getattr(layer, "gradient_checkpointing", False):
             return False
-        run = self._runtime.active
-        if run is not None:
-            cut = run.stage.cuts.get(modality)
-            if cut is None or not any(cut.first <= call < cut.last for call in calls):
-                return False
+        if not self._is_local(modality, calls):
+            return False
         if any(_tokens_in(value, calls[0]) for value in (*args, *kwargs.values())):
             return False
-        tensors = tensors_in((args, kwargs))
-        return any(x.requires_grad for _, x in tensors) or any(p.requires_grad for p in layer.parameters())
+        return self._is_differentiated([layer], args, kwargs)
+
+    def _is_local(self, modality: str, calls: list[int]) -> bool:
+        """Whether the stage that runs, if any, computes the layer of these calls."""
+        run = self._runtime.active
+        cut = None if run is None else run.stage.cuts.get(modality)
+        return run is None or (cut is not None and any(cut.first <= call < cut.last for call in calls))
+
+    @staticmethod
+    def _is_differentiated(modules: Sequence[nn.Module], args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether a call is differentiated with what autograd would keep of it, and no code around runs it again."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or in_backward() or in_checkpoint():
+            return False
+        if any(tensor.requires_grad for _, tensor in tensors_in((args, kwargs))):
+            return True
+        return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
     def _run(
         self,
@@ -145,6 +261,12 @@ class Recompute(Removable):
         replay.buffers = buffers.written(before)
         call.is_again = True
         return result
+
+
+def _runs_whole(modality: Modality) -> bool:
+    """Whether calls of an encoder's boundary run in chunks; else calls of its layers do, if any."""
+    is_whole = modality.num_cuts == 1 and not modality.sharding.reshard_after_forward
+    return is_whole and chunk_size(modality) is not None
 
 
 class _Call:

@@ -1,5 +1,7 @@
 """What `Modality.memory.activation_checkpointing` says, and which layers it chooses. Imports no torch.
 
+``{items: 16}`` chooses all layers of an encoder; `chunk_size` says how many items they compute at a time.
+
 Layers count from 0, in the order of the modality's list of layers. Stages count in the order in which a microbatch
 passes them, whatever the schedule: with ``pp_size=2, pp_chunks=2`` rank 0 has the stages 0 and 2, or 0 and 3 under
 ``zbv``. Inside of ``per_stage`` the layers of each stage count from 0 again.
@@ -13,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
-from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
+from lightning_mm5d.config.modality import Modality, decoders_of, for_schedule, loss_modality_of, main_modality_of
 
 SELECTIVE = (
     "aten.linear",
@@ -29,10 +31,10 @@ SELECTIVE = (
 """The operations whose results ``selective`` keeps: matrix products and attention."""
 
 _WORDS = ("none", "full", "selective")
-_KEYS = ("fraction", "every", "layers", "selective", "per_stage")
+_KEYS = ("fraction", "every", "layers", "selective", "per_stage", "items")
 _FORMS = (
-    "It is 'none', 'full', 'selective', or one of {fraction: 0.5}, {every: 2}, {layers: [0, 1]}, {selective: [...]} "
-    "and {per_stage: [...]}"
+    "It is 'none', 'full', 'selective', or one of {fraction: 0.5}, {every: 2}, {layers: [0, 1]}, {selective: [...]}, "
+    "{per_stage: [...]} and {items: 16}"
 )
 
 
@@ -51,6 +53,14 @@ def check(fields: Mapping[str, Any]) -> None:
             rule = "Stages of unlike pipelines hold other layers in each replica"
             raise ConfigError(field, said, rule, "Name layers: {layers: [0, 1]}")
         _check(field, said, modality.num_cuts)
+        if chunk_size(modality) is not None:
+            _check_chunked(name, modality, modalities)
+
+
+def chunk_size(modality: Modality) -> int | None:
+    """Return how many items a call of the encoder computes at a time; None for all."""
+    said = modality.memory.activation_checkpointing
+    return said.get("items") if isinstance(said, Mapping) else None
 
 
 def depends_on_cut(modality: Modality) -> bool:
@@ -89,7 +99,7 @@ def _chosen(field: str, said: str | Mapping[str, Any], count: int) -> tuple[tupl
     if key == "selective":
         kept = SELECTIVE if value is None else tuple(map(normal_name, value))
     chosen: set[int] = set()
-    if key in ("full", "selective"):
+    if key in ("full", "selective", "items"):
         chosen = set(range(count))
     elif key == "fraction":
         wanted = math.ceil(count * value - 1e-9)
@@ -134,10 +144,31 @@ def _check(field: str, said: object, stages: int) -> None:
     elif key == "every":
         if not _is_whole(value) or value < 1:
             raise ConfigError(field, value, "It is a whole number of at least 1", "Use 2 for every second layer")
+    elif key == "items":
+        if not _is_whole(value) or value < 1:
+            raise ConfigError(field, value, "It is a whole number of at least 1", "Use 16 for sixteen images at a time")
     elif key == "layers":
         _check_layers(field, value)
     else:
         _check_operations(field, value)
+
+
+def _check_chunked(name: str, modality: Modality, modalities: Mapping[str, Modality]) -> None:
+    field, said = f"modalities.{name}.memory.activation_checkpointing", modality.memory.activation_checkpointing
+    if name == main_modality_of(modalities) or name in decoders_of(modalities):
+        rule = "Items are the images, frames or sounds of an encoder, and this modality is none"
+        raise ConfigError(field, said, rule, "Use 'full'")
+    alone = {
+        "cp_size": (modality.cp_size, 1),
+        "ep_size": (modality.ep_size, 1),
+        "tensor.tp_mode": (modality.tensor.tp_mode, "1d"),
+        "tensor.sequence_parallel": (modality.tensor.sequence_parallel, False),
+        "pipeline.interleaved_microbatches": (modality.pipeline.interleaved_microbatches, 1),
+    }
+    for path, (got, usual) in alone.items():
+        if got != usual:
+            rule = f"With {path}={got!r} ranks compute together on all items of a call, or on several calls"
+            raise ConfigError(field, said, rule, f"Use {path}={usual!r}, or 'full'")
 
 
 def _check_stages(field: str, value: object, stages: int) -> None:
@@ -149,6 +180,9 @@ def _check_stages(field: str, value: object, stages: int) -> None:
     for index, one in enumerate(value):
         if isinstance(one, Mapping) and "per_stage" in one:
             raise ConfigError(f"{field}[{index}]", one, "A stage has no stages of its own", "Use 'full' or 'none'")
+        if isinstance(one, Mapping) and "items" in one:
+            rule = "All stages of a modality compute as many items at a time"
+            raise ConfigError(f"{field}[{index}]", one, rule, f"Use {dict(one)} in place of per_stage")
         _check(f"{field}[{index}]", one, 1)
 
 

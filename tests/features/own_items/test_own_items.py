@@ -142,6 +142,34 @@ def test_no_batch_is_read_that_no_step_takes_and_writes_of_hooks_count() -> None
                 assert value.isnan().any() or torch.allclose(value, weight[name], rtol=1e-9, atol=1e-9), name
 
 
+class OneThird(LazySamples):
+    """Its numbers depend on the default dtype where they are made."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**IMAGES[index], "images": LazyTensor(functools.partial(third, index), (PIXELS,))}
+
+
+def third(index: int) -> Tensor:
+    load(index)
+    return torch.full((PIXELS,), index + 1.0) / 3
+
+
+def in_double(run: Run) -> Any:
+    module = Telling()
+    AHEAD.clear()
+    run.trainer(precision="64-true").fit(module, run.training(OneThird()))
+    return weights(module), len(AHEAD)
+
+
+def test_items_are_loaded_as_their_samples_were_where_the_precision_changes_the_default_dtype() -> None:
+    """vision: rank 0; language: rank 1"""
+    expected, _ = alone(in_double)
+    for got, ahead in together(PAIR, in_double):
+        assert not ahead, "threads would see the default dtype of the step"
+        for name, value in got.items():  # those that the other rank holds are NaN
+            assert value.isnan().any() or torch.allclose(value, expected[name], rtol=1e-9, atol=1e-9), name
+
+
 class Torn(LazySamples):
     """Cannot give its 17th sample."""
 

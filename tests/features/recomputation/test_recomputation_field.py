@@ -83,10 +83,32 @@ def test_every_form_can_be_written_in_yaml_and_on_the_command_line(form: Any, tm
         ({"per_stage": "full"}, "Give 2 entries"),
         ({"per_stage": ["full", {"per_stage": ["full"]}]}, "no stages of its own"),
         ({"per_stage": ["full", {"every": 0}]}, "per_stage[1].every"),
+        ({"per_stage": ["full", {"items": 4}]}, "Use {'items': 4} in place of per_stage"),
+        ({"items": 0}, "at least 1"),
+        ({"items": 2.0}, "whole number"),
+        ({"items": 4}, "this modality is none. Use 'full'"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_advice(value: Any, advice: str) -> None:
     assert advice in refusal(value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cp_size": 2},
+        {"ep_size": 2},
+        {"tp_size": 4, "tensor": {"tp_mode": "2d"}},
+        {"tp_size": 2, "tensor": {"sequence_parallel": True}},
+        {"tp_size": 2, "pipeline": {"interleaved_microbatches": 2}},
+    ],
+    ids=str,
+)
+def test_chunks_of_items_are_refused_where_ranks_compute_together_on_all_items(fields: dict[str, Any]) -> None:
+    vision = Modality(memory={"activation_checkpointing": {"items": 4}}, **fields)
+    with pytest.raises(ConfigError, match="ranks compute together on all items") as caught:
+        check({"modalities": {"vision": vision, "language": Modality()}})
+    assert caught.value.field == "modalities.vision.memory.activation_checkpointing"
 
 
 def test_stages_are_those_of_the_schedule_with_all_their_chunks() -> None:
@@ -109,6 +131,7 @@ def test_stages_are_those_of_the_schedule_with_all_their_chunks() -> None:
         ({"layers": [4, 0]}, [0, 4]),
         ({"per_stage": ["full", {"layers": [1]}]}, [0, 1, 2, 4]),
         ({"per_stage": ["none", {"every": 2}]}, [4]),
+        ({"items": 7}, [0, 1, 2, 3, 4]),
     ],
 )
 def test_layers_are_chosen_evenly_and_counted_from_0(value: Any, chosen: list[int]) -> None:

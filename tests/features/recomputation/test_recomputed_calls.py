@@ -81,12 +81,14 @@ class Operations(TorchDispatchMode):
 
 
 def recomputing(root: nn.Module, said: Any) -> Recompute:
-    cut = partition(root, {"language": Modality(memory={"activation_checkpointing": said})})
+    modalities = {"language": Modality(memory={"activation_checkpointing": said})}
+    cut = partition(root, modalities)
     key = StageKey("language", 0)
     count = len(cut.parts["language"].paths)
     view = StageView(key, {"language": StageCut("language", 0, 0, count)}, frozenset(), frozenset(), True, False)
     names = frozenset(name for name, _ in root.named_parameters())
-    return Recompute(Runtime(root, cut, {view: names}, Guard({}, root.parameters)))
+    runtime = Runtime(root, cut, {view: names}, Guard({}, root.parameters))
+    return Recompute(runtime, modalities, torch.device("cpu"))
 
 
 def trained(

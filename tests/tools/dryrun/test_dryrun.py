@@ -34,6 +34,13 @@ LAYOUTS = {
     "vision, rank 0; language, ranks 1 and 2 as stages": Layout(
         {"vision": Modality(**VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 3
     ),
+    "vision, rank 0, one image at a time; language, ranks 1 and 2 as stages": Layout(
+        {
+            "vision": Modality(memory={"activation_checkpointing": {"items": 1}}, **VISION),
+            "language": Modality(pp_size=2, **LANGUAGE),
+        },
+        3,
+    ),
     "vision, rank 0; language, ranks 1 and 2 as replicas that share states": Layout(
         {
             "vision": Modality(dp_size=1, **VISION),
