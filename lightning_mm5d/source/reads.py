@@ -231,14 +231,16 @@ def _numbers(function: FunctionType) -> Iterator[int]:
     """Whole numbers that a method writes in a shape, gives a name of its own, or reads under a name of its file."""
     tree = tree_of(function)
     for node in _body(tree) if tree is not None else ():
-        written: list[ast.AST] = []
+        written: list[ast.expr] = []
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SHAPES:
-            written = [inner for argument in node.args for inner in ast.walk(argument)]
+            written = node.args[node.func.attr == "unflatten" :]  # the first one is a dim
         elif isinstance(node, ast.Assign):
-            written = list(ast.walk(node.value)) if isinstance(node.value, ast.Constant | ast.Tuple) else []
+            written = [node.value]
         elif isinstance(node, ast.Name) and type(value := function.__globals__.get(node.id)) is int:
             yield value
-        yield from (one.value for one in written if isinstance(one, ast.Constant) and type(one.value) is int)
+        for part in written:
+            parts = part.elts if isinstance(part, ast.Tuple | ast.List) else [part]
+            yield from (one.value for one in parts if isinstance(one, ast.Constant) and type(one.value) is int)
 
 
 def _fused(node: ast.AST) -> Literal["heads", "groups"] | None:
