@@ -171,6 +171,9 @@ def convert_mindformers(given: Mapping[str, Any]) -> Conversion:
             raise ConfigError(str(name), given[name], "There is no such section", f"{near}?")
     draft = Draft(tuple(_known(given)), {name: one for name, one in given.items() if one is not None})
     draft.count(_P + "expert_parallel")  # refuses what is no number
+    mode = _M + "parallel_mode"
+    if draft.get(mode) in (1, "SEMI_AUTO_PARALLEL") and not any(name.startswith(_P) for name in draft.given):
+        draft.leave(mode, "costs", "No parallel_config says a layout: `mm5d plan` searches one")
     stages, chunks = _convert_schedule(draft)
     _convert_layers(draft, stages, chunks)
     _convert_recomputation(draft, stages, chunks)

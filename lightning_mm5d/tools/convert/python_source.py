@@ -103,6 +103,9 @@ class _Reader:
     def read(self, body: Sequence[ast.stmt]) -> None:
         """Read statements, then the functions that they define."""
         self._read(body)
+        for node in (node for function in self._functions for node in ast.walk(function)):
+            for name in node.names if isinstance(node, ast.Global | ast.Nonlocal) else ():
+                self._forget(name, node)
         for function in self._functions:
             inner = _Reader(self._makers, self)
             for argument in ast.walk(function.args):
