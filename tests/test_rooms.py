@@ -28,6 +28,7 @@ ROOMS = (
     "data",
     "partition",
     "sharded",
+    "nn",
     "tensor_parallel",
     "context_parallel",
     "expert_parallel",

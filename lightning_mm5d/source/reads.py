@@ -37,6 +37,7 @@ class Reads:
         fused: how a fused projection is taken apart, where the code says it: ``"heads"`` for all queries, then keys,
             then values; ``"groups"`` for the query, key and value of each head together.
         arguments: names of the arguments of ``forward``.
+        numbers: whole numbers that the code writes itself, in shapes or under names of its own or of its file.
     """
 
     attributes: frozenset[str]
@@ -45,6 +46,7 @@ class Reads:
     input_widths: bool
     fused: Literal["heads", "groups"] | None
     arguments: tuple[str, ...]
+    numbers: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def reads(cls: type[nn.Module]) -> Reads | None:
         input_widths=any(map(_uses_input_width, methods)),
         fused=next(filter(None, map(_fused, nodes)), None),
         arguments=tuple(argument.arg for argument in (*forward.args[1:], *forward.kwonlyargs)),
+        numbers=frozenset(number for _, function in _functions(cls, _names_in) for number in _numbers(function)),
     )
 
 
@@ -158,13 +161,13 @@ def _parts(method: ast.FunctionDef) -> frozenset[str]:
 
 def _methods(cls: type[nn.Module]) -> Iterator[tuple[str, ast.FunctionDef | None]]:
     """Yield the names and trees of the methods as `_functions` does; None for the tree of one without source."""
-
-    def names(function: FunctionType) -> frozenset[str] | None:
-        tree = tree_of(function)
-        return None if tree is None else _names(tree)
-
-    for name, function in _functions(cls, names):
+    for name, function in _functions(cls, _names_in):
         yield name, tree_of(function)
+
+
+def _names_in(function: FunctionType) -> frozenset[str] | None:
+    tree = tree_of(function)
+    return None if tree is None else _names(tree)
 
 
 def _functions(
@@ -222,6 +225,22 @@ def _called(nodes: list[ast.AST]) -> Iterator[str]:
                 yield node.func.attr
             elif isinstance(node.func, ast.Name):
                 yield node.func.id
+
+
+def _numbers(function: FunctionType) -> Iterator[int]:
+    """Whole numbers that a method writes in a shape, gives a name of its own, or reads under a name of its file."""
+    tree = tree_of(function)
+    for node in _body(tree) if tree is not None else ():
+        written: list[ast.expr] = []
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SHAPES:
+            written = node.args[node.func.attr == "unflatten" :]  # the first one is a dim
+        elif isinstance(node, ast.Assign):
+            written = [node.value]
+        elif isinstance(node, ast.Name) and type(value := function.__globals__.get(node.id)) is int:
+            yield value
+        for part in written:
+            parts = part.elts if isinstance(part, ast.Tuple | ast.List) else [part]
+            yield from (one.value for one in parts if isinstance(one, ast.Constant) and type(one.value) is int)
 
 
 def _fused(node: ast.AST) -> Literal["heads", "groups"] | None:

@@ -1,8 +1,8 @@
 """Finds how the modules of a model can be sharded over tensor parallel ranks, and shards modalities with such a degree.
 
-For each module, the first of these that knows it: what the user registered, the model's own ``tp_plan``, the table of
-families, rules by names of linear layers. What none of them knows stays full: every rank computes the same, which is
-right and gains nothing. `unplanned` lists the layers of which nothing is sharded.
+For each module, the first of these that knows it: what the user registered, what its layers say (`lightning_mm5d.nn`),
+the model's own ``tp_plan``, the table of families, rules by names of linear layers. What none of them knows stays full:
+every rank computes the same, which is right and gains nothing. `unplanned` lists layers of which nothing is sharded.
 
 It refuses what is registered and is no plan.
 
@@ -23,11 +23,12 @@ from transformers.pytorch_utils import Conv1D
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.features import parts
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.nn import Linear
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.source.reads import is_handling
 from lightning_mm5d.source.trees import names, own_functions
 from lightning_mm5d.tensor_parallel.family_plans import Families, TensorParallelPlan, family_plan, known_families
-from lightning_mm5d.tensor_parallel.plan_rules import metadata, rules, sizes
+from lightning_mm5d.tensor_parallel.plan_rules import linear_of, metadata, rules, said_by_layers, sizes
 from lightning_mm5d.tensor_parallel.resolve import Division, resolve
 
 Plans = tuple[TensorParallelPlan, ...]
@@ -88,7 +89,8 @@ def plans_of(root: nn.Module, wanted: Callable[[str], bool] = lambda path: True)
         if not wanted(path) or _is_in(path, (*registered, *skipped)):
             continue
         chosen: list[TensorParallelPlan] = []
-        for plan in _candidates(module, own.get(path, ()), families, _is_in(path, lists)):
+        said = said_by_layers(path, module)
+        for plan in [said] if said else _candidates(module, own.get(path, ()), families, _is_in(path, lists)):
             held = {id(module.get_submodule(key)) for key in (*plan.column, *plan.row, *plan.experts)}
             if not held & claimed:
                 claimed |= held
@@ -113,6 +115,8 @@ def origins(root: nn.Module, paths: Iterable[str]) -> dict[str, int]:
         modules = [(root.get_submodule(parent), parent, inside) for parent, inside in around]
         if any(_registered(type(module)) for module, _, _ in modules):
             origin = "register_tensor_parallel_plan"
+        elif isinstance(linear_of(root.get_submodule(path)), Linear):
+            origin = "its layers"
         elif any(_names(plan, inside) for _, parent, inside in modules for plan in own.get(parent, ())):
             origin = "the model's tp_plan"
         elif any((plan := family_plan(module, families)) and _names(plan, inside) for module, _, inside in modules):

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
 
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.nn import Linear
 from lightning_mm5d.source.order import accesses
 from lightning_mm5d.source.reads import HEAD_WIDTHS, HEADS, Reads, between, reads
 from lightning_mm5d.tensor_parallel.family_plans import PLAIN_LINEARS, Part, TensorParallelPlan
@@ -157,25 +159,46 @@ def _projections(module: nn.Module) -> tuple[str, ...]:
 
 def _attention(module: nn.Module, prefix: str, names: tuple[str, ...], output: str) -> TensorParallelPlan | None:
     holder = module.get_submodule(prefix[:-1])
-    code = reads(type(holder))
-    if code is None or code.input_widths or any(map(_HEAD_ARGUMENT.search, code.arguments)):
+    code = _code_of_heads(holder)
+    counts = None if code is None else _count_heads(holder, names, sizes(_linear(module, output))[0], code)
+    if code is None or counts is None:
         return None
-    if code.calls & {"normalize", "rms_norm", "layer_norm", "group_norm"}:
-        return None
-    counts = _count_heads(holder, names, sizes(_linear(module, output))[0], code)
-    if counts is None:
-        return None
-    heads, key_value_heads, width = counts
-    local = _local(holder, code, heads, key_value_heads)
-    shared = _head_norms(holder, {*names, *(() if prefix else (output,))}, width, heads)
-    if local is None or shared is None:
-        return None
+    heads, key_value_heads, _ = counts
     if len(names) == 3:
         grouped: Part = "heads" if key_value_heads == heads else "key_value_heads"
         columns: dict[str, tuple[Part, ...]] = dict.fromkeys([prefix + name for name in names], (grouped,))
         columns[prefix + names[0]] = ("heads",)
     else:
         columns = {prefix + names[0]: ("heads", "heads", "heads") if code.fused == "heads" else ("groups",)}
+    return _plan_of_heads(holder, prefix, columns, output, counts, code)
+
+
+def _code_of_heads(holder: nn.Module) -> Reads | None:
+    """Return what the code of an attention reads, None where it is not known to be right on some of the heads."""
+    code = reads(type(holder))
+    if code is None or code.input_widths or any(map(_HEAD_ARGUMENT.search, code.arguments)):
+        return None
+    return None if code.calls & {"normalize", "rms_norm", "layer_norm", "group_norm"} else code
+
+
+def _plan_of_heads(
+    holder: nn.Module,
+    prefix: str,
+    columns: Mapping[str, tuple[Part, ...]],
+    output: str,
+    counts: tuple[int, int, int],
+    code: Reads,
+) -> TensorParallelPlan | None:
+    """Return the plan of an attention with the layers `columns` and `output`, None where it is not safe."""
+    heads, key_value_heads, width = counts
+    numbers = code.numbers - ({3} if code.fused else set())  # of queries, keys and values in one projection
+    if not numbers.isdisjoint((heads, heads * width, key_value_heads * width, *{key_value_heads} - {1})):
+        return None  # it writes the number of all heads, or their width
+    local = _local(holder, code, heads, key_value_heads)
+    linears = {key.removeprefix(prefix) for key in columns} | (set() if prefix else {output})
+    shared = _head_norms(holder, linears, width, heads)
+    if local is None or shared is None:
+        return None
     named = {prefix + key: part for key, part in local.items()}
     head_path = next((key for key, part in named.items() if part == "heads" and key.split(".")[-1] in HEADS), heads)
     key_value_path: str | int | None = None  # as many as query heads
@@ -311,6 +334,77 @@ def _mlp(module: nn.Module, columns: tuple[str, ...], row: str, packed: bool) ->
 
 def _is_elementwise(module: nn.Module) -> bool:
     return not _has_parameters(module) and bool(_ELEMENTWISE.search(type(module).__name__))
+
+
+# --- what layers say of themselves ---
+
+
+def said_by_layers(path: str, module: nn.Module) -> TensorParallelPlan | None:
+    """Return the plan that the direct children of a module say (`lightning_mm5d.nn`), None where they say none.
+
+    Args:
+        path: of the module, for errors.
+        module: any module of the model.
+
+    Raises:
+        ConfigError: they do not fit together, or the code of the module is not known to be right on a part of them.
+    """
+    said = {name: one for name in module._modules if isinstance(one := _linear(module, name), Linear) and one.sharding}
+    columns = {name: one for name, one in said.items() if one.sharding == "column"}
+    rows = {name: one for name, one in said.items() if one.sharding == "row"}
+    if not columns and not rows:
+        return None
+    register = f"register a plan for it: register_tensor_parallel_plan({type(module).__name__!r}, ...)"
+    if not columns or len(rows) != 1:
+        rule = "A module has column layers and one row layer, which takes what these give, as direct children"
+        got = f"columns {', '.join(columns) or 'none'} and rows {', '.join(rows) or 'none'}"
+        raise ConfigError(path, got, rule, f"Put them in a module of their own, or {register}")
+    ((output, row),) = rows.items()
+    plan = _said_of_heads(module, columns, output, row) if row.heads else _said_of_width(module, columns, output)
+    if plan is None:
+        what = "a part of its heads" if row.heads else "a part of its width"
+        rule = (
+            f"Nothing shows that the code of {type(module).__name__} is right on {what}: its layers' sizes must fit, "
+            "and it reads no number or parameter that is not known"
+        )
+        fix = "Use lightning_mm5d.nn.attention there" if row.heads else "Compute by element between its layers"
+        raise ConfigError(path, type(module).__name__, rule, f"{fix}, or {register}")
+    return plan
+
+
+def _said_of_heads(
+    module: nn.Module, columns: Mapping[str, Linear], output: str, row: Linear
+) -> TensorParallelPlan | None:
+    heads, width = row.heads[0], row.in_features // row.heads[0]
+    every = [count for layer in columns.values() for count in layer.heads]
+    others = {count for count in every if count != heads}
+    key_value_heads = others.pop() if others else heads
+    parts = {
+        name: tuple[Part, ...]("heads" if count == heads else "key_value_heads" for count in layer.heads)
+        for name, layer in columns.items()
+    }
+    fits = all(layer.heads and layer.out_features == width * sum(layer.heads) for layer in columns.values())
+    code = _code_of_heads(module)
+    if others or not fits or len(every) != 3 or heads % key_value_heads or code is None:
+        return None
+    return _plan_of_heads(module, "", parts, output, (heads, key_value_heads, width), code)
+
+
+def _said_of_width(module: nn.Module, columns: Mapping[str, Linear], output: str) -> TensorParallelPlan | None:
+    if any(layer.heads for layer in columns.values()):
+        return None
+    if type(module) is not nn.Sequential:
+        return mlp_rule(module, tuple(columns), output)
+    names = [*module._modules]
+    (column,) = columns if len(columns) == 1 else (output,)
+    between = names[names.index(column) + 1 : names.index(output)]
+    if (
+        column == output
+        or names.index(column) > names.index(output)
+        or not all(_is_elementwise(module[int(name)]) for name in between)
+    ):
+        return None
+    return _mlp(module, (column,), output, packed=False)
 
 
 # --- what a model says of itself ---

@@ -1,7 +1,8 @@
 """Resolves plans: which parameter of a module is sharded how, and what each sharded module does.
 
 The result is plain data about names, shapes and ranks, the same on all ranks and made before any process exists. The
-vocabulary is sharded too: tables that a Hugging Face model calls its input and output embeddings, tied or not.
+vocabulary is sharded too: tables that a Hugging Face model calls its input and output embeddings, or that say so
+(`lightning_mm5d.nn`), tied or not.
 
 What cannot be sharded stays full, every rank computes it, and `Division.whole` lists it. It refuses plans
 that do not fit their modules, projections that are not plain linear layers, and adapters that it does not know.
@@ -22,6 +23,7 @@ from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and it
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.layout.even_split import even_blocks, even_ranges
+from lightning_mm5d.nn import Embedding, Linear
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.shards import HeadRanges, Range, Shard, heads_of, joined, scaled
 from lightning_mm5d.source.reads import weights_read
@@ -399,10 +401,12 @@ class _Resolver:
     # --- the vocabulary ---
 
     def add_vocabulary(self) -> None:
-        """Shard the tables that models name as input and output embeddings and use in no other way."""
+        """Shard the tables that models name as input and output embeddings, or that say so, and use in no other way."""
         classes = {type(module) for module in self._root.modules()}
         self._weights_read = frozenset[str]().union(*(weights_read(cls) for cls in classes))
         for model in list(self._root.modules()):
+            if isinstance(model, (Embedding, Linear)) and model.sharding == "vocabulary" and _is_table(model):
+                self._add_table(model)
             for method in _GETTERS:
                 table = self._table(model, method)
                 if table is not None:

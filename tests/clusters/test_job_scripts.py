@@ -23,7 +23,13 @@ from clusters.started import ROOT, start_all
 from lightning_mm5d.trainer.process_group import free_port
 
 EXAMPLES = ROOT / "examples" / "clusters"
-SBATCH = EXAMPLES / "slurm.sbatch"
+SBATCH = ("slurm.sbatch", "apptainer.sbatch")
+# stands in for Apptainer: runs the command of `exec` here, and fails without a command
+APPTAINER = """#!/usr/bin/env bash
+test "$1" = exec && shift
+while test "$1" != python; do shift; done
+exec "$@"
+"""
 
 
 def loss_of(printed: str) -> float:
@@ -61,12 +67,17 @@ def manifest() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.exhaustive
 @pytest.mark.processes
-def test_the_job_script_for_slurm_trains_as_one_process_does(loss_of_one_process: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", SBATCH)
+def test_the_job_script_for_slurm_trains_as_one_process_does(
+    script: str, loss_of_one_process: float, tmp_path: Path
+) -> None:
     """Two nodes with a task each; vision: rank 0; language: rank 1."""
     srun = tmp_path / "programs" / "srun"
     srun.parent.mkdir()
     srun.write_text(f"#!{sys.executable}\n" + Path(__file__).with_name("fake_srun.py").read_text())
-    srun.chmod(0o755)
+    srun.with_name("apptainer").write_text(APPTAINER)
+    for program in srun.parent.iterdir():
+        program.chmod(0o755)
     ports = (port for port in iter(free_port, None) if port < 25_000)
     last_digits = next(ports) - 15_000  # of the job's number, from which Lightning makes the port
     variables = {
@@ -81,16 +92,18 @@ def test_the_job_script_for_slurm_trains_as_one_process_does(loss_of_one_process
         "EPOCHS": "1",
         "PATH": f"{srun.parent}:{Path(sys.executable).parent}:/usr/bin:/bin",
     }
-    ended = start_all(tmp_path, [(["bash", str(SBATCH)], variables)])
+    ended = start_all(tmp_path, [(["bash", str(EXAMPLES / script)], variables)])
     assert ended.codes == [0], ended.printed
     assert loss_of(ended.printed) == pytest.approx(loss_of_one_process, rel=1e-5)
     assert (tmp_path / "run" / "last.ckpt").exists()
 
 
-def test_the_job_script_for_slurm_is_bash_and_asks_for_as_many_gpus_as_tasks() -> None:
-    assert subprocess.run(["bash", "-n", str(SBATCH)], check=False).returncode == 0
-    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", SBATCH.read_text(), re.MULTILINE))
-    assert len(asked) == SBATCH.read_text().count("#SBATCH")
+@pytest.mark.parametrize("script", SBATCH)
+def test_the_job_script_for_slurm_is_bash_and_asks_for_as_many_gpus_as_tasks(script: str) -> None:
+    assert subprocess.run(["bash", "-n", str(EXAMPLES / script)], check=False).returncode == 0
+    text = (EXAMPLES / script).read_text()
+    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", text, re.MULTILINE))
+    assert len(asked) == text.count("#SBATCH")
     assert asked["ntasks-per-node"] == asked["gpus-per-node"]  # Lightning refuses --ntasks without it
 
 

@@ -1,6 +1,6 @@
 """The examples of a user's own module, of Hugging Face and of a notebook run as their pages say.
 
-vision: rank 0; language: rank 1. Hugging Face without adapters is `exhaustive`; tests/export has its files.
+vision: rank 0; language: rank 1; BERT: ranks 0-1, tensor parallel. Hugging Face without adapters is `exhaustive`; tests/export has its files.
 """
 
 import os
@@ -108,3 +108,10 @@ def test_clips_of_which_sixteen_frames_are_encoded_at_a_time_are_told_apart(tmp_
     output = run("examples/video/train.py", str(tmp_path))
     assert "ranks 2:" in output
     assert float(output.split("ranks 2: ")[1].split("%")[0]) > 90
+
+
+def test_bert_learns_on_two_ranks_to_tell_praise_from_blame() -> None:
+    fork = "--trainer.strategy.init_args.start_method=fork"  # without imports in each rank
+    output = run("examples/bert/train.py", "fit", "--config", "examples/bert/config.yaml", fork)
+    assert "ranks 2:" in output
+    assert float(output.split("F1 ")[1].split()[0]) >= 0.9  # 0.5 by chance

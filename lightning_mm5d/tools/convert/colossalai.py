@@ -43,7 +43,7 @@ VOCABULARY = (
 PRECISION = (
     ruled("precision", "trainer.precision strategy.numerics.main_params",
           "`fp16`: `16-mixed`; `bf16`: `bf16-true` with float32 "
-          "main parameters; `fp32`: `32-true`; unset: as the plugin's default"),
+          "main parameters; `fp32` and null: `32-true`; left out: as the plugin's default"),
 )  # fmt: skip
 SCALER = (
     elsewhere("initial_scale", _SCALER, neutral=(2**16, 2.0**16)),
@@ -185,9 +185,12 @@ def _converted(source: str, table: tuple[Knob, ...], given: Mapping[str, Any]) -
 def convert_precision(draft: Draft, default: str = "fp16") -> None:
     """Say `precision`, and that scalers do nothing without float16."""
     known = {"fp16": "16-mixed", "bf16": "bf16-true", "fp32": "32-true"}
+    about = "" if draft.get("precision") else f"By default {default!r}"
+    if about and "precision" in draft.given:
+        default, about = "fp32", "Parameters stay in the dtype that the model gives them"
     said = draft.choice("precision", list(known), default)
     assert said is not None
-    draft.put("precision", "trainer.precision", known[said], "" if draft.get("precision") else f"By default {said!r}")
+    draft.put("precision", "trainer.precision", known[said], about)
     if said == "bf16":
         draft.put("precision", "strategy.numerics.main_params", "float32")
     if said != "fp16":
@@ -332,7 +335,7 @@ LEGACY_KNOBS: tuple[Knob, ...] = (
     ruled("NUM_MICRO_BATCHES", "strategy.batching.num_microbatches", "With several stages"),
     ruled("model.num_chunks", "modality.pipeline.pp_chunks strategy.schedule",
           "Above 1, with `interleaved`", neutral=(1,)),
-    ruled("zero", "modality.sharding.zero_stage", "3", neutral=(None,)),
+    ruled("zero", "modality.sharding.zero_stage", "Its `level`, or 3", neutral=(None,)),
     ruled("fp16", "trainer.precision", "`16-mixed`; its scaler is the Trainer's", neutral=(None,)),
     same("clip_grad_norm", "trainer.gradient_clip_val", neutral=(0, 0.0)),
     same("gradient_accumulation", "trainer.accumulate_grad_batches"),
@@ -346,10 +349,19 @@ _SECTIONS = ("pipeline", "tensor", "data", "moe")
 _LEGACY_MODES = ("1d", "2d", "2.5d", "3d", "sequence")
 
 
+LEGACY_READ = (
+    *("parallel", "NUM_MICRO_BATCHES", "clip_grad_norm", "gradient_accumulation"),
+    *("cudnn_benchmark", "cudnn_deterministic"),
+)
+"""Names in a file whose values are all read."""
+
+
 def is_legacy(given: Mapping[str, Any]) -> bool:
-    """Return whether a configuration has a `parallel` of this kind."""
+    """Return whether a configuration has a `parallel` of this kind, or shares parameters without one."""
     parallel = given.get("parallel")
-    return isinstance(parallel, Mapping) and not parallel.keys().isdisjoint(_SECTIONS)
+    if "parallel" in given and parallel is not None:
+        return isinstance(parallel, Mapping) and not parallel.keys().isdisjoint(_SECTIONS)
+    return isinstance(given.get("zero"), Mapping)
 
 
 def convert_legacy(given: Mapping[str, Any]) -> Conversion:
@@ -362,7 +374,7 @@ def convert_legacy(given: Mapping[str, Any]) -> Conversion:
     known: dict[str, Any] = {name: value for name, value in given.items() if name in read - {"model", "parallel"}}
     known["parallel"] = {
         key: {"size": one} if key in _SECTIONS and not isinstance(one, Mapping) else one
-        for key, one in given["parallel"].items()
+        for key, one in (given.get("parallel") or {}).items()
         if one is not None
     }
     model = given.get("model")
@@ -378,8 +390,11 @@ def convert_legacy(given: Mapping[str, Any]) -> Conversion:
     if draft.count("parallel.pipeline.size") > 1 and draft.get("model.num_chunks", 1) != 1:
         draft.put("model.num_chunks", "modality.pipeline.pp_chunks", draft.count("model.num_chunks"))
         draft.put("model.num_chunks", "strategy.schedule", "interleaved")
-    if draft.get("zero") is not None:
-        draft.put("zero", "modality.sharding.zero_stage", 3)
+    if (zero := draft.get("zero")) is not None:
+        level = zero.get("level", 3) if isinstance(zero, Mapping) else zero
+        if type(level) is not int or level not in (1, 2, 3):
+            raise draft.refused("zero", "Its level is 1, 2 or 3", "Write zero = dict(level=3)")
+        draft.put("zero", "modality.sharding.zero_stage", level)
     if (fp16 := draft.get("fp16")) is not None:
         if isinstance(fp16, Mapping) and fp16.get("mode") is None:
             draft.leave("fp16", "always", "It asks for nothing without a mode")
@@ -394,6 +409,9 @@ def convert_legacy(given: Mapping[str, Any]) -> Conversion:
 
 def _convert_tensor(draft: Draft) -> None:
     size, name = draft.count("parallel.tensor.size"), "parallel.tensor.mode"
+    if draft.get(name) is None and size > 1:
+        rule = f"ColossalAI refuses a tensor={size} without a mode"
+        raise draft.refused(name, rule, f"Write tensor=dict(size={size}, mode='1d')")
     mode = draft.choice(name, _LEGACY_MODES, "1d")
     if mode == "sequence" and size > 1:
         draft.put("parallel.tensor.size", "modality.cp_size", size)

@@ -96,6 +96,7 @@ _MAKERS: dict[str, tuple[str, ...]] = {
     "PipelineTemplate": ("model_name", "modules_per_stage", "latency", "kstar_latency", "mem_required"),
 }
 _MOST_BYTES = 2**22  # of a configuration
+_MOST_VALUES = 100_000
 
 
 def read_configuration(config: str | os.PathLike[str] | Mapping[str, Any]) -> Conversion:
@@ -109,6 +110,7 @@ def read_configuration(config: str | os.PathLike[str] | Mapping[str, Any]) -> Co
         ConfigError: it cannot be read, has unknown knobs, or nothing tells whose it is.
     """
     if isinstance(config, Mapping):
+        _refuse_expansion(config, _parts_of_value, "config")
         return _of_mapping(config, "config")
     if not isinstance(config, str | os.PathLike):
         raise ConfigError("config", config, "It is a file or a mapping", "Name a file")
@@ -165,8 +167,36 @@ def _text(path: Path) -> str:
         raise ConfigError("FILE", str(path), f"It is no text: {error}", "Name a configuration") from error
 
 
+def _refuse_expansion(value: Any, parts: Callable[[Any], list[Any]], file: str) -> None:
+    """Refuse what aliases or names make larger than a configuration is when it is written out, or endless."""
+    sizes: dict[int, int] = {}
+
+    def size(one: Any) -> int:
+        if id(one) not in sizes:
+            sizes[id(one)] = _MOST_VALUES  # of what holds itself
+            sizes[id(one)] = min(_MOST_VALUES, 1 + sum(map(size, parts(one))))
+        return sizes[id(one)]
+
+    if size(value) >= _MOST_VALUES:
+        rule = f"With its aliases written out it has more than {_MOST_VALUES} values, or no end"
+        raise ConfigError("FILE", file, rule, "Write the values that it needs")
+
+
+def _parts_of_node(node: yaml.Node) -> list[yaml.Node]:
+    return (
+        [part for pair in node.value for part in pair]
+        if isinstance(node, yaml.MappingNode)
+        else (node.value if isinstance(node, yaml.SequenceNode) else [])
+    )
+
+
+def _parts_of_value(value: Any) -> list[Any]:
+    return [*value.values()] if isinstance(value, Mapping) else list(value) if isinstance(value, list | tuple) else []
+
+
 def _yaml(text: str, path: Path) -> Mapping[str, Any]:
     try:
+        _refuse_expansion(yaml.compose(text, Loader=yaml.SafeLoader), _parts_of_node, str(path))
         found = yaml.safe_load(text)  # JSON is YAML, too
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError("FILE", str(path), f"It is no YAML: {error}", "Correct it there") from error
@@ -177,16 +207,20 @@ def _yaml(text: str, path: Path) -> Mapping[str, Any]:
 
 def _of_python(text: str, file: str) -> Conversion:
     names, calls = read_python(text, file, _MAKERS)
+    _refuse_expansion([names, *(call.arguments for call in calls)], _parts_of_value, file)
     plugins = [call for call in calls if call.name in PLUGINS]
     whole = [call for call in plugins if call.name != "ModalParallelPlugin"] or plugins
     if len(whole) > 1:
         lines = ", ".join(f"{call.name} in line {call.line}" for call in whole)
         raise ConfigError("FILE", file, f"It makes several plugins: {lines}", "Leave one of them in a copy of it")
     if whole:
-        refuse_unread(whole[0].arguments, "")
-        return PLUGINS[whole[0].name][0](whole[0].arguments)
+        convert, table = PLUGINS[whole[0].name]
+        knobs = (*table, *cornstarch.MODAL_KNOBS)
+        read = {knob.name.rpartition(".")[2] for knob in knobs if knob.ours or knob.rule}
+        refuse_unread(whole[0].arguments, "", {knob.name.rpartition(".")[2] for knob in knobs} - read)
+        return convert(whole[0].arguments)
     if colossalai.is_legacy(names):
-        refuse_unread(names["parallel"], "parallel")
+        refuse_unread({name: names[name] for name in colossalai.LEGACY_READ if name in names}, "")
         return colossalai.convert_legacy(names)
     raise colossalai.missing_parallel(names, file)
 

@@ -32,6 +32,7 @@ from lightning_mm5d.tools.convert.knobs import (
     ruled,
     same,
 )
+from lightning_mm5d.tools.convert.python_source import ALL_MODULES
 
 MODAL_KNOBS: tuple[Knob, ...] = (
     same("tp_size", "modality.tp_size"),
@@ -74,7 +75,8 @@ UNLIKE_KNOBS: tuple[Knob, ...] = (
     *PRECISION,
     *KERNELS,
     *SCALER,
-    ruled("pipelines", "modality.pipeline.pipelines", "A template per replica, or its lists of modules alone"),
+    ruled("pipelines", "modality.pipeline.pipelines modality.dp_size",
+          "A template per replica, or its lists of modules alone; `dp_size` where each has one stage"),
     ruled("num_microbatches", "strategy.batching.num_microbatches modality.pipeline.speeds",
           "One number per replica: their mean, with "
           "the numbers as speeds"),
@@ -160,16 +162,19 @@ def _convert_pipelines(draft: Draft) -> None:
         if not isinstance(templates, list) or not templates:
             raise draft.refused("pipelines", "It lists a template for each replica", "Write [{modules_per_stage: ...}]")
         stages = [one.get("modules_per_stage") if isinstance(one, Mapping) else one for one in templates]
-        draft.put(
-            "pipelines", "modality.pipeline.pipelines", [{"stages": _layers(draft, "pipelines", one)} for one in stages]
-        )
+        if all(_is_one_stage(one) for one in stages):
+            draft.put("pipelines", "modality.dp_size", len(stages))
+        else:
+            layers = [{"stages": _layers(draft, "pipelines", one)} for one in stages]
+            draft.put("pipelines", "modality.pipeline.pipelines", layers)
     if "num_microbatches" in draft.given:
         counts = draft.counts("num_microbatches")
         if templates is None or len(counts) != len(templates) or sum(counts) % len(counts) or 0 in counts:
             rule = "It has a number of at least 1 for each of `pipelines`, and their mean is a whole number"
             raise draft.refused("num_microbatches", rule, "Write for instance [8, 6]")
         draft.put("num_microbatches", "strategy.batching.num_microbatches", sum(counts) // len(counts))
-        draft.put("num_microbatches", "modality.pipeline.speeds", counts)
+        if len(set(counts)) > 1 or "pipeline" in draft.modality:
+            draft.put("num_microbatches", "modality.pipeline.speeds", counts)
     if templates is None and draft.get("microbatch_size") is not None:
         draft.put("microbatch_size", "strategy.batching.microbatch_size", draft.count("microbatch_size"))
     draft.leave_rest(["microbatch_size"], "always", "A batch of the dataloader is split into num_microbatches")
@@ -202,10 +207,14 @@ def _convert_template(draft: Draft) -> None:
     stages = draft.get(name)
     if stages is None:
         return
-    if isinstance(stages, list) and len(stages) == 1 and isinstance(stages[0], list):
+    if _is_one_stage(stages):
         draft.put(name, "modality.pp_size", 1)
         return
     draft.put(name, "modality.pipeline.pipeline_template", {"stages": _layers(draft, name, stages)})
+
+
+def _is_one_stage(stages: Any) -> bool:
+    return isinstance(stages, list) and len(stages) == 1 and (isinstance(stages[0], list) or stages[0] == ALL_MODULES)
 
 
 def _layers(draft: Draft, name: str, stages: Any) -> list[int]:

@@ -56,7 +56,8 @@ RECOMPUTE_CONFIG: tuple[Knob, ...] = (
           "`full`; numbers of layers: `{per_stage: [...]}`",
           neutral=(False,)),
     ruled(_R + "select_recompute", "modality.memory.activation_checkpointing", "`selective`, which keeps products and "
-          "attention and computes the rest again", neutral=(False,)),
+          "attention and computes the rest again; numbers of layers: of all layers of the stages that have any",
+          neutral=(False,)),
     ruled(_R + "parallel_optimizer_comm_recompute", "modality.sharding.reshard_after_forward",
           "With `optimizer_level: level3`",
           neutral=(False,)),
@@ -67,7 +68,7 @@ RECOMPUTE_CONFIG: tuple[Knob, ...] = (
     costs(_R + "select_comm_recompute_exclude", _WHOLE, neutral=(False,)),
 )  # fmt: skip
 PARALLEL: tuple[Knob, ...] = (
-    costs(_M + "parallel_mode", "Layouts are said, and `mm5d plan` searches them", neutral=_SAID),
+    costs(_M + "parallel_mode", "A layout is said, not found while it trains: `mm5d plan` searches one", neutral=_SAID),
     always(_M + "full_batch", "Each replica loads its own samples"),
     always(_M + "dataset_strategy", "Each replica loads its own samples"),
     costs(_M + "search_mode", "`mm5d plan` searches", neutral=("sharding_propagation",)),
@@ -119,6 +120,8 @@ OTHERS: tuple[Knob, ...] = (
           "`{stages: [...]}`, or `{offsets: [...]}` where `num_layers` is "
           "not said", neutral=(0,)),
     elsewhere(_A + "num_layers", "The model's"),
+    elsewhere(_A + "mtp_depth", "The model's; of the last stage's layers in `offset` these are no layers of the list",
+              neutral=(0,)),
     ruled(_A + "use_flash_attention", "modality.compute.kernels", "`sdpa`, with a `cp_size` of 1", neutral=(False,)),
     ruled(_A + "use_ring_attention", "modality.context.cp_mode", "`ring`", neutral=(False,)),
     ruled("moe_config.expert_model_parallel", "modality.tensor.expert_tp_size", "", neutral=(1,)),
@@ -168,6 +171,9 @@ def convert_mindformers(given: Mapping[str, Any]) -> Conversion:
             raise ConfigError(str(name), given[name], "There is no such section", f"{near}?")
     draft = Draft(tuple(_known(given)), {name: one for name, one in given.items() if one is not None})
     draft.count(_P + "expert_parallel")  # refuses what is no number
+    mode = _M + "parallel_mode"
+    if draft.get(mode) in (1, "SEMI_AUTO_PARALLEL") and not any(name.startswith(_P) for name in draft.given):
+        draft.leave(mode, "costs", "No parallel_config says a layout: `mm5d plan` searches one")
     stages, chunks = _convert_schedule(draft)
     _convert_layers(draft, stages, chunks)
     _convert_recomputation(draft, stages, chunks)
@@ -251,7 +257,7 @@ def _rows(draft: Draft, name: str, stages: int, chunks: int) -> list[list[int]] 
 
 
 def _convert_layers(draft: Draft, stages: int, chunks: int) -> None:
-    name, layers = _A + "offset", draft.get(_A + "num_layers")
+    name, layers, more = _A + "offset", draft.get(_A + "num_layers"), _A + "mtp_depth"
     rows = _rows(draft, name, stages, chunks)
     if rows is None:
         draft.leave_rest([name], "costs", "Layers are balanced by their costs")
@@ -260,10 +266,16 @@ def _convert_layers(draft: Draft, stages: int, chunks: int) -> None:
     if stages == 1:
         draft.leave(name, "always", "One stage has all layers")
     elif isinstance(layers, int):
-        counts = [layers // (stages * chunks) + offset for offset in offsets]
-        if sum(counts) != layers:
-            rule = f"With it stages have {sum(counts)} of {layers} layers"
-            raise draft.refused(name, rule, f"Let its numbers sum to {layers % (stages * chunks)}")
+        extra = draft.count(more) if draft.get(more, 0) else 0  # layers that predict further tokens, after the others
+        total = layers + extra
+        counts = [total // (stages * chunks) + offset for offset in offsets]
+        if sum(counts) != total:
+            rule = f"With it stages have {sum(counts)} of {total} layers"
+            raise draft.refused(name, rule, f"Let its numbers sum to {total % (stages * chunks)}")
+        counts[-1] -= extra
+        if min(counts) < 1:
+            rule = f"With it stages have {counts} layers beside {more}={extra}"
+            raise draft.refused(name, rule, "Give each stage a layer")
         draft.put(name, "modality.pipeline.pipeline_template", {"stages": counts})
     elif sum(offsets) == 0:
         draft.put(name, "modality.pipeline.pipeline_template", {"offsets": offsets})
@@ -273,15 +285,20 @@ def _convert_layers(draft: Draft, stages: int, chunks: int) -> None:
 
 def _convert_recomputation(draft: Draft, stages: int, chunks: int) -> None:
     name, select, field = _R + "recompute", _R + "select_recompute", "modality.memory.activation_checkpointing"
-    rows = _rows(draft, name, stages, chunks)
-    if rows is not None and len(rows) < chunks:  # shared out over the chunks of each stage in turn
-        rows = [[n // chunks + (chunk < n % chunks) for n in rows[0]] for chunk in range(chunks)]
-    if rows is not None:
-        counts = [n for row in rows for n in row]
-        rest = "selective" if draft.get(select, False) else "none"
-        each = [{"layers": list(range(count))} if count else rest for count in counts]
-        draft.put(name, field, each[0] if len(each) == 1 else {"per_stage": each})
-        draft.leave_rest([select], "mapped", "In stages without other recomputation")
+    full, selective = (_layers_recomputed(draft, one, stages, chunks) for one in (name, select))
+    if full is not None or (selective is not None and not draft.get(name, False)):
+        each: list[Any] = ["none"] * (stages * chunks)
+        if selective is not None:
+            each = ["selective" if count else "none" for count in selective]
+        elif draft.get(select, False):
+            each = ["selective"] * (stages * chunks)
+        if full is not None:
+            each = [{"layers": list(range(count))} if count else rest for count, rest in zip(full, each, strict=True)]
+            draft.put(name, field, each[0] if len(each) == 1 else {"per_stage": each})
+            draft.leave_rest([select], "mapped", "In stages without other recomputation")
+        else:
+            about = "All layers of a stage with a number above 0"
+            draft.put(select, field, each[0] if len(each) == 1 else {"per_stage": each}, about)
     elif draft.get(name, False):
         draft.put(name, field, "full")
         draft.leave_rest([select], "always", "All layers are computed again whole")
@@ -289,6 +306,17 @@ def _convert_recomputation(draft: Draft, stages: int, chunks: int) -> None:
         said = draft.get(select)
         about = "" if said is True else "Of all layers, and of all operations but products and attention"
         draft.put(select, field, "selective", about)
+
+
+def _layers_recomputed(draft: Draft, name: str, stages: int, chunks: int) -> list[int] | None:
+    """How many layers of each stage a knob names, chunk by chunk; None where it names no numbers."""
+    said = draft.get(name)
+    if isinstance(said, list) and all(isinstance(one, str) for one in said):  # operations
+        return None
+    rows = _rows(draft, name, stages, chunks)
+    if rows is not None and len(rows) < chunks:  # shared out over the chunks of each stage in turn
+        rows = [[n // chunks + (chunk < n % chunks) for n in rows[0]] for chunk in range(chunks)]
+    return None if rows is None else [n for row in rows for n in row]
 
 
 def _convert_context(draft: Draft) -> None:

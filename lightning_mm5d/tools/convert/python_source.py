@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +41,9 @@ class Unread:
         return self.text
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
-    """A call that makes one of the objects that were asked for.
+    """A call that makes one of the objects that were asked for, with what is set on the object later.
 
     Attributes:
         name: of what is called, without its module.
@@ -56,8 +56,15 @@ class Call:
     line: int
 
 
+ALL_MODULES = "all modules of the model"
+"""Stands for the list that ``PipelineTemplate.get_modules(model)`` makes."""
+
+
 def read_python(text: str, file: str, makers: Mapping[str, Sequence[str]]) -> tuple[dict[str, Any], list[Call]]:
     """Return what the file assigns to names, and its calls of `makers`; nothing of it is run.
+
+    Statements are read in their order, those of functions after the rest of the file. A name that several branches, a
+    loop or an argument may set is an `Unread`.
 
     Args:
         text: of the file.
@@ -71,39 +78,152 @@ def read_python(text: str, file: str, makers: Mapping[str, Sequence[str]]) -> tu
     try:
         tree = ast.parse(text)
         reader = _Reader(makers)
-        for node in tree.body:
-            reader.assign(node)
-        return reader.names, list(reader.calls(tree))
+        reader.read(tree.body)
+        return reader.names, reader.found
     except ConfigError:
         raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError("FILE", file, f"It is no Python: {error}", "Correct it there") from error
 
 
-class _Reader:
-    def __init__(self, makers: Mapping[str, Sequence[str]]) -> None:
-        self._makers = {"dict": (), **makers}
-        self.names: dict[str, Any] = {}
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-    def assign(self, node: ast.stmt) -> None:
-        """Note the value of ``name = value`` at the top of the file."""
-        if isinstance(node, ast.AnnAssign) and node.value is not None and isinstance(node.target, ast.Name):
-            self.names[node.target.id] = self.value(node.value)
+
+class _Reader:
+    """One scope: a file, or a function with the names around it."""
+
+    def __init__(self, makers: Mapping[str, Sequence[str]], around: _Reader | None = None) -> None:
+        self._makers = {"dict": (), **makers}
+        self.names: dict[str, Any] = {} if around is None else dict(around.names)
+        self.found: list[Call] = [] if around is None else around.found
+        self._made: dict[str, Call] = {} if around is None else dict(around._made)
+        self._functions: list[_Function] = []
+        self._values: dict[int, dict[str, Any]] = {}  # of the calls of makers
+
+    def read(self, body: Sequence[ast.stmt]) -> None:
+        """Read statements, then the functions that they define."""
+        self._read(body)
+        for node in (node for function in self._functions for node in ast.walk(function)):
+            for name in node.names if isinstance(node, ast.Global | ast.Nonlocal) else ():
+                self._forget(name, node)
+        for function in self._functions:
+            inner = _Reader(self._makers, self)
+            for argument in ast.walk(function.args):
+                if isinstance(argument, ast.arg):
+                    inner._forget(argument.arg, function)
+            inner.read(function.body)
+
+    def _read(self, body: Sequence[ast.stmt]) -> None:
+        for node in body:
+            match node:
+                case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    self._functions.append(node)
+                    self._forget(node.name, node)
+                case ast.ClassDef():
+                    self._functions += [one for one in node.body if isinstance(one, _Function)]
+                    self._forget(node.name, node)
+                case ast.With() | ast.AsyncWith():
+                    for item in node.items:
+                        self._collect(item)
+                        self._forget_all(item)
+                    self._read(node.body)
+                case ast.If() if ast.unparse(node.test) == "__name__ == '__main__'":
+                    self._read(node.body)
+                case ast.If() | ast.For() | ast.AsyncFor() | ast.While() | ast.Try() | ast.Match():
+                    self._read_branches(node)
+                case _:
+                    self._collect(node)
+                    self._bind(node)
+
+    def _read_branches(self, node: ast.stmt) -> None:
+        """Read statements that run once, several times or not at all."""
+        if not isinstance(node, ast.If):
+            self._forget_all(node)
+        for name in ("test", "iter", "subject"):
+            self._collect(getattr(node, name, ast.Pass()))
+        before, made = dict(self.names), dict(self._made)
+        handlers = [*getattr(node, "handlers", ()), *getattr(node, "cases", ())]
+        bodies = [getattr(node, name, ()) for name in ("body", "orelse", "finalbody")]
+        for body in (*bodies, *(one.body for one in handlers)):
+            self.names, self._made = dict(before), dict(made)
+            self._read(body)
+        self.names, self._made = before, made
+        self._forget_all(node)
+
+    def _bind(self, node: ast.stmt) -> None:
+        """Note what a statement sets."""
+        if isinstance(node, ast.AnnAssign) and node.value is not None:
+            self._set(node.target, node.value)
         elif isinstance(node, ast.Assign):
             for target in node.targets:
-                if isinstance(target, ast.Name):
-                    self.names[target.id] = self.value(node.value)
+                self._set(target, node.value)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            self._call_method(node.value)
+        else:
+            self._forget_all(node)
 
-    def calls(self, tree: ast.Module) -> Iterator[Call]:
-        """The calls of the makers that stand in no other such call, with what they are given."""
+    def _set(self, target: ast.expr, value: ast.expr) -> None:
+        owner = target.value if isinstance(target, ast.Attribute) else None
+        if isinstance(target, ast.Name):
+            self.names[target.id] = self.value(value)
+            self._made.pop(target.id, None)
+            same = [call for call in self.found if call.arguments is self.names[target.id]]
+            self._made.update(dict.fromkeys([target.id], same[0]) if same else {})
+        elif isinstance(owner, ast.Name) and isinstance(target, ast.Attribute) and owner.id in self._made:
+            self._made[owner.id].arguments[target.attr] = self.value(value)
+        else:
+            self._forget_all(target)
+
+    def _call_method(self, node: ast.Call) -> None:
+        """Take the arguments of ``plugin.set_pipelines``; forget an object that another method may change."""
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        if not isinstance(owner, ast.Name) or owner.id not in self.names:
+            return
+        if owner.id not in self._made:
+            if isinstance(self.names[owner.id], dict | list):
+                self._forget(owner.id, node)
+        elif isinstance(node.func, ast.Attribute) and node.func.attr == "set_pipelines":
+            names = ("pipelines", "num_microbatches")
+            given = dict(zip(names, node.args, strict=False)) | {one.arg: one.value for one in node.keywords if one.arg}
+            pipelines, counts = given.get(names[0]), given.get(names[1])
+            arguments = self._made[owner.id].arguments
+            arguments |= {name: self.value(one) for name, one in given.items()}
+            if isinstance(pipelines, ast.List) and isinstance(counts, ast.Dict):  # by template
+                each = {
+                    ast.unparse(key): self.value(one)
+                    for key, one in zip(counts.keys, counts.values, strict=True)
+                    if key
+                }
+                found = [each.get(ast.unparse(one), arguments[names[1]]) for one in pipelines.elts]
+                arguments[names[1]] = found
+
+    def _forget_all(self, node: ast.AST) -> None:
+        """Forget the names that a statement may set or change."""
+        for one in ast.walk(node):
+            holder = one
+            while isinstance(holder, ast.Attribute | ast.Subscript):
+                holder = holder.value
+            is_set = isinstance(getattr(one, "ctx", None), ast.Store | ast.Del)
+            if isinstance(holder, ast.Name) and is_set:
+                self._forget(holder.id, one)
+            elif isinstance(one, ast.alias):
+                self._forget((one.asname or one.name).partition(".")[0], node)
+
+    def _forget(self, name: str, node: Any) -> None:
+        if name in self.names:
+            self.names[name] = Unread(name, node.lineno)
+        self._made.pop(name, None)
+
+    def _collect(self, node: ast.AST) -> None:
+        """Note the calls of the makers that stand in no other such call, with what they are given."""
         inner: set[int] = set()
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or id(node) in inner:
+        for one in ast.walk(node):
+            if not isinstance(one, ast.Call) or id(one) in inner:
                 continue
-            name = _last_name(node.func)
+            name = _last_name(one.func)
             if name in self._makers and name != "dict":
-                inner |= {id(one) for one in ast.walk(node) if one is not node}
-                yield Call(name, self._arguments(node, name), node.lineno)
+                inner |= {id(other) for other in ast.walk(one) if other is not one}
+                self.found.append(Call(name, self.value(one), one.lineno))
 
     def value(self, node: ast.expr) -> Any:
         """The value of an expression, or an `Unread`."""
@@ -117,7 +237,11 @@ class _Reader:
                 return {key: self.value(one) for key, one in zip(keys, node.values, strict=True)}
             case ast.Call() if (name := _last_name(node.func)) in self._makers:
                 assert name is not None
-                return self._arguments(node, name)
+                if id(node) not in self._values:
+                    self._values[id(node)] = self._arguments(node, name)
+                return self._values[id(node)]
+            case ast.Call(func=ast.Attribute(attr="get_modules")):
+                return ALL_MODULES
             case ast.Name() if node.id in self.names:
                 return self.names[node.id]
             case ast.UnaryOp(op=ast.USub()) if _is_number(number := self.value(node.operand)):
@@ -164,12 +288,13 @@ class _Reader:
             return _unread(node)
 
 
-def refuse_unread(value: Any, path: str) -> None:
+def refuse_unread(value: Any, path: str, listed: Collection[str] = ()) -> None:
     """Refuse a configuration of which a value was not read.
 
     Args:
         value: the configuration, or a part of it.
         path: of that part.
+        listed: names whose values do not matter.
 
     Raises:
         ConfigError: at the first such value.
@@ -179,7 +304,8 @@ def refuse_unread(value: Any, path: str) -> None:
         raise ConfigError(path, value.text, rule, "Write its value there")
     parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, one in parts:
-        refuse_unread(one, f"{path}.{key}" if path else str(key))
+        if key not in listed:
+            refuse_unread(one, f"{path}.{key}" if path else str(key), listed)
 
 
 def _last_name(node: ast.expr) -> str | None:

@@ -98,6 +98,7 @@ class DryRun(Feature, AroundSteps, AroundStep, Callback):
         self._running = running
         running.engine.around.append(self)
         running.steps.first = None  # nothing is compared on a first batch
+        running.steps.compares = False  # nor with the losses of ranks that are answered for
         return None
 
     def doing(self) -> str:

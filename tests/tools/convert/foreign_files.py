@@ -20,7 +20,7 @@ LEGACY = """
 from colossalai.legacy.amp import AMP_TYPE
 BATCH_SIZE = 4
 SIZE = 2 ** 3 // 4
-parallel = dict(pipeline=dict(size=2), tensor=SIZE)
+parallel = dict(pipeline=dict(size=2), tensor=dict(size=SIZE, mode='1d'))
 NUM_MICRO_BATCHES = parallel["pipeline"]["size"] * 2
 fp16 = dict(mode=AMP_TYPE.NAIVE)
 clip_grad_norm = 1.0

@@ -232,3 +232,56 @@ def test_knobs_without_a_value_ask_for_nothing() -> None:
     conversion = read_configuration(sized(tp_size=2, **given))
     assert {entry.name for entry in conversion.of("always")} >= given.keys()
     assert MultimodalStrategy.from_config(sized(tp_size=2, **given)).modalities["model"].tp_size == 2
+
+
+def test_says_a_zero_without_parallel(tmp_path: Path) -> None:
+    (tmp_path / "config.py").write_text("zero = dict(level=3)\nBATCH_SIZE = 4")
+    made = read_configuration(tmp_path / "config.py")
+    assert made.strategy == {"modalities": {"model": {"sharding": {"zero_stage": 3}}}}
+    assert read_configuration({"zero": {"level": 2}}).strategy["modalities"]["model"] == {"sharding": {"zero_stage": 2}}
+    (tmp_path / "config.py").write_text("zero = dict(model_config=dict(shard_strategy=TensorShardStrategy()))")
+    assert read_configuration(tmp_path / "config.py").strategy == made.strategy
+
+
+def test_precision_that_is_null_leaves_parameters_as_they_are() -> None:
+    assert read_configuration(sized(precision=None)).trainer == {"precision": "32-true"}
+    assert read_configuration({"tp_size": 2, "pp_size": 1}).trainer == {"precision": "16-mixed"}
+
+
+def test_says_the_671b_model_of_mindformers_with_its_layer_for_a_further_token() -> None:
+    counts = [3, *[4] * 12, 3, 2, 0]
+    given = {
+        "parallel_config": {"data_parallel": 16, "model_parallel": 4, "pipeline_stage": 16, "expert_parallel": 8},
+        "recompute_config": {"recompute": counts, "select_recompute": False},
+        "model": {"model_config": {"num_layers": 61, "mtp_depth": 1, "offset": [*[1] * 15, -1]}},
+    }
+    model = read_configuration(given).strategy["modalities"]["model"]
+    assert model["pipeline"]["pipeline_template"] == {"stages": [*[4] * 15, 1]}
+    each = [{"layers": list(range(count))} if count else "none" for count in counts]
+    assert model["memory"]["activation_checkpointing"] == {"per_stage": each}
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"select_recompute": [2, 1, 0]}, {"per_stage": ["selective", "selective", "none"]}),
+        (
+            {"select_recompute": [2, 1, 0], "recompute": [0, 1, 0]},
+            {"per_stage": ["selective", {"layers": [0]}, "none"]},
+        ),
+        ({"select_recompute": [2, 1, 0], "recompute": True}, "full"),
+        ({"select_recompute": ["feed_forward\\.mul"]}, "selective"),
+    ],
+)
+def test_says_lists_of_recomputed_layers(said: Any, expected: Any) -> None:
+    given = {"parallel_config": {"pipeline_stage": 3}, "recompute_config": said}
+    model = read_configuration(given).strategy["modalities"]["model"]
+    assert model["memory"] == {"activation_checkpointing": expected}
+
+
+def test_a_layout_that_mindspore_would_find_is_left_to_the_planner() -> None:
+    for given in ({"parallel": {"parallel_mode": 2}}, {"parallel": {"parallel_mode": "SEMI_AUTO_PARALLEL"}}):
+        (entry,) = read_configuration(given).of("costs")
+        assert "`mm5d plan` searches one" in entry.about
+    said = {"parallel": {"parallel_mode": 1}, "parallel_config": {"model_parallel": 2}}
+    assert read_configuration(said).of("costs") == ()

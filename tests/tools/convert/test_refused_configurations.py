@@ -35,6 +35,9 @@ def test_refuses_shares_that_have_no_mean(counts: list[int]) -> None:
         (sized(gradient_checkpoint_config=0.5), "gradient_checkpoint_config", "a section"),
         ({"parallel": {"pipeline": 2, "tensr": 2}}, "parallel.tensr", "Did you mean 'tensor'?"),
         ({"parallel": {"tensor": {"size": 2, "mode": "4d"}}}, "parallel.tensor.mode", "1d, 2d, 2.5d, 3d, sequence"),
+        ({"parallel": {"tensor": 4}}, "parallel.tensor.mode", "without a mode"),
+        ({"parallel": {"tensor": {"size": 4}}}, "parallel.tensor.mode", "mode='1d'"),
+        ({"zero": {"level": 4}}, "zero", "1, 2 or 3"),
         ({"parallel_config": {"model_paralel": 2}}, "parallel_config.model_paralel", "'model_parallel'"),
         ({"parallel_config": {}, "recompute_confg": {}}, "recompute_confg", "'recompute_config'"),
         ({"encoder_plugins": {"vision": {"tp": 1}}, "num_microbatches": 1}, "encoder_plugins.vision.tp", "'tp_size'"),
@@ -69,7 +72,7 @@ def test_from_config_refuses_what_results_depend_on_and_warns_of_the_rest() -> N
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("parallel = dict(pipeline=args.pp, tensor=2)", "Line 1 computes it"),
+        ("parallel = dict(pipeline=args.pp, tensor=1)", "Line 1 computes it"),
         ("parallel = dict(pipeline=9 ** 9 ** 9)", "Line 1 computes it"),
         ("parallel = open('/tmp/never').write('x')", "no `parallel"),
         ("paralel = dict(pipeline=2)", "Did you mean 'paralel' to be 'parallel'?"),
