@@ -116,9 +116,14 @@ class Flat:
         gradients = [parameter.grad for parameter in self._parameters]
         if not self._views:
             self._begin()
+        assert self._memory is not None
         targets, sources = [], []
-        for gradient, view in zip(gradients, self._views, strict=True):
-            if gradient is None and view._version:
+        for index, (gradient, view) in enumerate(zip(gradients, self._views, strict=True)):
+            start = self._memory.data_ptr() + self._starts[index] * self._memory.element_size()
+            is_elsewhere = view.data_ptr() != start and view.numel() > 0  # after `p.grad.data = ...` of a hook
+            if is_elsewhere:
+                view = self._views[index] = self._cut(self._memory, index)
+            if gradient is None and (view._version or is_elsewhere):
                 view.zero_()  # somebody has dropped this gradient after a backward
             elif gradient is not None and gradient is not view:
                 targets.append(view)
@@ -127,14 +132,13 @@ class Flat:
         _copy(targets, sources)
         for parameter in self._parameters:
             parameter.grad = None
-        assert self._memory is not None
         return self._memory, [gradient is not None for gradient in gradients]
 
     def pack_apart(self) -> tuple[Tensor, list[Tensor]]:
         """Take the gradients out of their parameters; return them in memory of their own, and its views."""
         assert self._memory is not None
         memory = torch.zeros_like(self._memory)
-        views = self._cut(memory)
+        views = self._cut_all(memory)
         for parameter, view in zip(self._parameters, views, strict=True):
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
@@ -160,12 +164,15 @@ class Flat:
         else:
             self._memory = None  # before there is another one
             self._memory = torch.zeros(self._starts[-1], dtype=gradient_dtype(first), device=first.device)
-        self._views = self._cut(self._memory)
+        self._views = self._cut_all(self._memory)
 
-    def _cut(self, memory: Tensor) -> list[Tensor]:
-        places = zip(self._parameters, self._strides, self._starts, strict=False)
+    def _cut_all(self, memory: Tensor) -> list[Tensor]:
+        return [self._cut(memory, index) for index in range(len(self._parameters))]
+
+    def _cut(self, memory: Tensor, index: int) -> Tensor:
+        shape = self._parameters[index].shape
         # detached from the flat tensor, so that each counts its own version
-        return [memory.as_strided(parameter.shape, stride, start).data for parameter, stride, start in places]
+        return memory.as_strided(shape, self._strides[index], self._starts[index]).data
 
 
 def _is_held(memory: Tensor) -> bool:

@@ -93,6 +93,21 @@ def test_a_gradient_that_was_replaced_or_dropped_after_a_backward_counts_as_it_i
     assert memory.sum() == 3 * 7.0 + 9
 
 
+def test_a_gradient_whose_data_were_replaced_is_packed_and_summed_as_it_is() -> None:
+    parameters, flat = _made()
+    flat.lay()
+    _backward(*parameters)
+    for parameter in parameters:
+        _gradient(parameter).data = torch.full_like(parameter, 5.0)
+    flat.lay()
+    _backward(*parameters)  # the next batch of an accumulation
+    parameters[1].grad = None
+    memory, there = flat.pack()
+    memory.mul_(2.0)  # a sum
+    assert there == [True, False, True]
+    assert [view.unique().tolist() for view in flat.take()] == [[12.0], [0.0], [12.0]]
+
+
 def test_each_gradient_begins_where_kernels_over_many_tensors_are_fast() -> None:
     parameters, flat = _made(5)
     _step(parameters, flat, *parameters)

@@ -1,7 +1,8 @@
 """Refuses code of users that ranks cannot run as one process does, before it would compute something else.
 
 Modules: manual optimization where ranks of a replica cannot run a step together, steps that take batches themselves,
-synced batch norms, routers whose outputs cross stages, prefix tuning. Callbacks that work on full parameters.
+synced batch norms, routers whose outputs cross stages, prefix tuning, parameters that share memory with other tensors
+(weights tied by `.data`). Callbacks that work on full parameters.
 
 Refuses a `backward` that takes the norm of gradients where ranks hold parts of the module.
 
@@ -48,6 +49,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_mm5d.checkpoint.optimizer_state import names_of
@@ -214,7 +216,7 @@ class Refusals(Feature):
 
         Raises:
             ConfigError: it optimizes manually, its batch norms are synced, its loss needs routers of sharded layers, it
-                takes norms of gradients by itself, or it is tuned by prefixes.
+                takes norms of gradients by itself, it is tuned by prefixes, or tensors of other ranks share memory.
         """
         if not module.automatic_optimization:
             _check_manual(plan)
@@ -224,6 +226,7 @@ class Refusals(Feature):
         _check_norms(module, plan)
         _check_routers(module, plan)
         _check_prefix_tuning(module, plan)
+        _check_memory(module, plan, device)
 
     def check_callbacks(self, callbacks: Sequence[pl.Callback], plan: Plan) -> None:
         """Refuse callbacks that keep a mask of the module's parameters, where ranks hold parts of it."""
@@ -418,6 +421,44 @@ def _check_prefix_tuning(module: pl.LightningModule, plan: Plan) -> None:
             )
             fix = "Use 1, or peft.LoraConfig in its place"
             raise ConfigError(f"modalities.{plan.partition.loss_modality}.{field}", size, rule, fix)
+
+
+def _check_memory(module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
+    """Refuse a parameter in the memory of another one, or of a buffer, where ranks would have it in memory of its own.
+
+    The update of one is the other's too on one process. A move to another device separates them there as well.
+    """
+    shards, world = DataShards(plan), tuple(range(plan.layout.size))
+
+    def holders(name: str) -> Any:
+        """The ranks that have full tensors of a name in the module's own memory; None where no rank has."""
+        if name not in plan.partition.owners:
+            return world
+        ranks = plan.ownership.ranks_holding(name)
+        is_cut = name in plan.division.shards or any(shards.of(name, rank) for rank in ranks)
+        return None if is_cut else ranks
+
+    named = [*module.named_parameters(), *module.named_buffers()]
+    placed = [(*_span(tensor), name, tensor) for name, tensor in named if tensor.device.type == device.type]
+    before: Any = None
+    for start, stop, name, tensor in sorted((one for one in placed if one[0]), key=lambda one: one[:3]):
+        if before is not None and start < before[1] and (tensor.requires_grad or before[3].requires_grad):
+            is_beside = start != before[0] and not (tensor.is_contiguous() or before[3].is_contiguous())
+            if not is_beside and (holders(name) is None or holders(name) != holders(before[2])):
+                rule = "They are two tensors in one memory, which each rank's part of the module would separate"
+                fix = "Tie weights as one nn.Parameter (self.a.weight = self.b.weight), or give one a copy (.clone())"
+                raise ConfigError(name, f"the memory of {before[2]}", rule, fix)
+        if before is None or stop > before[1]:
+            before = (start, stop, name, tensor)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first address of a tensor and the one after its last, or zeros where it has no memory."""
+    if is_lazy(tensor) or tensor.layout != torch.strided or not tensor.numel():
+        return 0, 0
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (extent + 1) * tensor.element_size()
 
 
 # by name, where one cannot be tried

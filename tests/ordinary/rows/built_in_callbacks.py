@@ -31,7 +31,12 @@ callbacks(
 )
 callbacks(SECTION, "`LearningRateMonitor`", lambda: [built_in.LearningRateMonitor("step")])
 callbacks(SECTION, "`Timer(duration=...)`", lambda: [built_in.Timer(timedelta(hours=1))])
-callbacks(SECTION, "`GradientAccumulationScheduler({0: 2})`", lambda: [built_in.GradientAccumulationScheduler({0: 2})])
+callbacks(
+    SECTION,
+    "`GradientAccumulationScheduler({0: 2})`",
+    lambda: [built_in.GradientAccumulationScheduler({0: 2})],
+    slots=["accumulate_grad_batches"],
+)
 callbacks(SECTION, "`LambdaCallback`", lambda: [built_in.LambdaCallback(on_train_start=lambda t, m: None)])
 callbacks(SECTION, "`ModelSummary(max_depth=2)`", lambda: [built_in.ModelSummary(max_depth=2)])
 callbacks(SECTION, "`RichModelSummary`", lambda: [built_in.RichModelSummary()])

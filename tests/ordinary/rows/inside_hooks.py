@@ -108,7 +108,8 @@ class ForeachNorms(Ordinary):
         torch._foreach_mul_(gradients, 0.5)
 
 
-@row(SECTION, "gradients are replaced by their signs: `p.grad.data = ...`")
+# before the last batch of an accumulation a hook sees the mean of its replica, as under DDP, whose sign may be another
+@row(SECTION, "gradients are replaced by their signs: `p.grad.data = ...`", slots=["accumulate_grad_batches"])
 class Signs(Ordinary):
     def on_after_backward(self) -> None:
         for p in self.parameters():
