@@ -82,7 +82,3 @@ def test_two_parameters_of_one_stage_may_share_memory_and_two_of_rows_may_not() 
 @pytest.mark.parametrize("ties", [ties_frozen, ties_as_one, takes_columns_of_one_tensor])
 def test_values_that_no_update_shares_run(layout: str, ties: Callable[[Toy], Any]) -> None:
     check(layout, ties)
-
-
-def test_whole_replicas_may_share_memory() -> None:
-    check("replicas", ties_data)
