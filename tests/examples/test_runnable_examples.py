@@ -1,6 +1,7 @@
 """The examples of a user's own module, of Hugging Face and of a notebook run as their pages say.
 
-vision: rank 0; language: rank 1; BERT: ranks 0-1, tensor parallel. Hugging Face without adapters is `exhaustive`; tests/export has its files.
+vision: rank 0; language: rank 1; BERT: ranks 0-1, tensor parallel.
+Hugging Face without adapters is `exhaustive`; tests/export has its files.
 """
 
 import os
