@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,36 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 }
 
 
+class Fused(torch.nn.Module):
+    """An attention with one projection, which reads numbers of heads; a norm of single heads is in it."""
+
+    def __init__(self, width: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        heads = (num_heads, num_kv_heads, num_kv_heads)
+        self.every = nn.Linear(width, sum(heads) * head_dim, bias=False, sharding="column", heads=heads)
+        self.q_norm = nn.RMSNorm(head_dim)
+        self.merge = nn.Linear(num_heads * head_dim, width, sharding="row", heads=num_heads)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        every = self.every(hidden).unflatten(-1, (-1, self.head_dim))
+        q, k, v = every.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], -2)
+        return self.merge(
+            nn.attention(self.q_norm(q).flatten(-2), k.flatten(-2), v.flatten(-2), self.head_dim, is_causal=True)
+        )
+
+
+def fused(folder: Path) -> Any:
+    """The module of the page with other attentions, MLPs as sequences, and a head that is tied to the table."""
+    module = built(folder)
+    for block in module.blocks:
+        block.attention = Fused(24, 4, 2, 6)
+        up, down = nn.Linear(24, 30, sharding="column"), nn.Linear(30, 24, sharding="row")
+        block.mlp = torch.nn.Sequential(up, torch.nn.GELU(), torch.nn.Dropout(0.0), down)
+    module.head.weight = module.table.weight
+    return module
+
+
 def built(folder: Path) -> Any:
     """The module of the page, from a file, because the code of a module without source is not known."""
     spec = importlib.util.spec_from_file_location("own_layers_of_the_page", folder / "page.py")
@@ -44,13 +75,15 @@ def built(folder: Path) -> Any:
     return page.Model()
 
 
-def trained(rank: int | None, folder: Path, world: int, layouts: list[dict[str, Any]]) -> list[Any]:
+def trained(
+    rank: int | None, folder: Path, world: int, layouts: list[dict[str, Any]], build: Callable[[Path], Any]
+) -> list[Any]:
     """Losses, gradients and parameters of each layout; of one process without a rank."""
     torch.set_default_dtype(torch.float64)
     batches = [torch.randint(37, (5, 8), generator=torch.Generator().manual_seed(step)) for step in range(2)]
     found = []
     for fields in layouts:
-        module = built(folder)
+        module = build(folder)
         chosen = "auto" if rank is None else strategy({"model": Modality(**fields)}, num_microbatches=1)
         recorder = fit(module, batches, chosen, world)
         found.append((recorder.losses, recorder.gradients, module.state_dict(), recorder))
@@ -65,10 +98,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("world", LAYOUTS)
-def test_a_model_of_these_layers_equals_one_process(folder: Path, world: int) -> None:
-    (_, _, parameters, recorder) = trained(None, folder, 1, [{}])[0]
-    ranks = call_ranks(world, trained, folder, world, LAYOUTS[world])
+@pytest.mark.parametrize(("build", "world"), [*((built, world) for world in LAYOUTS), (fused, 2), (fused, 4)])
+def test_a_model_of_these_layers_equals_one_process(folder: Path, build: Callable[[Path], Any], world: int) -> None:
+    (_, _, parameters, recorder) = trained(None, folder, 1, [{}], build)[0]
+    ranks = call_ranks(world, trained, folder, world, LAYOUTS[world], build)
     for index, fields in enumerate(LAYOUTS[world]):
         found = [one[index] for one in ranks]
         assert_equal_to_one_process(found, recorder, parameters, where=str(fields), **tolerance(exact=True))
