@@ -408,3 +408,17 @@ class WritesToBatch(Ordinary):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         batch["images"].sub_(0.5)
         self.log("val_loss", F.cross_entropy(self(batch), batch["label"]), sync_dist=True)
+
+
+WRITTEN = "microbatches are copies where the step writes to them, and the batch stays as it was"
+
+
+@row(
+    SECTION,
+    "`on_train_batch_end` reads a batch to which the step wrote",
+    over="mean",
+    differs={"split": WRITTEN, "pp": WRITTEN},
+)
+class ReadsWritten(WritesToBatch):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(batch["images"].square().mean()))
