@@ -284,7 +284,7 @@ class UserStep:
         return _settled(result, f"what {self.name} returns")
 
     def write_back(self) -> None:
-        """Write to a batch that is not split what the step has written to its copies: later hooks and closures see it."""
+        """Write to a batch that is not split what the step has written to copies: hooks and closures see it."""
         with torch.no_grad():
             for one in self._written.values():
                 one.tensor.copy_(one.copy)
