@@ -87,6 +87,7 @@ class Unit:
             one.show_closed(self._opens)
         self.is_open = False
 
+    @torch.compiler.disable  # a use of a value may be in code that is compiled
     def _opens(self) -> None:
         self._use(self)
 

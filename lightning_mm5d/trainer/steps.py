@@ -429,6 +429,7 @@ class Steps:
                 if (found := explained(error, self._module, self._plan.division)) is not None:
                     raise found from error
                 raise
+        step.write_back()
         self._writing[step.name] = self._writing.get(step.name, False) or step.writes
 
     def _walking(self, name: str) -> set[int]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -224,6 +224,7 @@ class UserStep:
         self._capture, self._metrics, self._watch = capture, metrics, watch
         self._unchanged: dict[int, Any] = {}
         self._copies, self.writes = copies, False
+        self._written: dict[int, _BatchCopy] = {}  # by identity of the tensor
         self.runs = 0
         self.scopes: Sequence[Scope] = [capture]
         self.kept: KeptValues | None = None
@@ -268,7 +269,7 @@ class UserStep:
         weight = own[index] if index < len(own) else microbatch.samples  # of another replica
         self._capture.begin_microbatch(index, weight)
         self.runs += 1
-        batch, copies = self._batch(microbatch), list[tuple[Tensor, int]]()
+        batch, copies = self._batch(microbatch), list[_BatchCopy]()
         if self._copies:
             batch = with_tensors(batch, lambda _, tensor: _copied(tensor, copies))
         try:
@@ -277,8 +278,16 @@ class UserStep:
         except StopIteration as error:  # Lightning would take it for the end of the data, on this rank only
             raise RuntimeError(f"{self.name} raised StopIteration") from error
         finally:
-            self.writes |= any(copy._version != version for copy, version in copies)
+            written = [one for one in copies if one.copy._version != one.version]
+            self.writes |= bool(written)
+            self._written |= {id(one.tensor): one for one in written if not self.is_split}
         return _settled(result, f"what {self.name} returns")
+
+    def write_back(self) -> None:
+        """Write to a batch that is not split what the step has written to copies: hooks and closures see it."""
+        with torch.no_grad():
+            for one in self._written.values():
+                one.tensor.copy_(one.copy)
 
     def _batch(self, microbatch: Microbatch) -> Any:
         """The batch of a microbatch as it was before an earlier stage of this rank took something out of it."""
@@ -372,9 +381,17 @@ class TrainingStep(UserStep):
         return self._scale(loss * share) if share else loss.new_zeros(loss.shape)
 
 
-def _copied(tensor: Tensor, copies: list[tuple[Tensor, int]]) -> Tensor:
+class _BatchCopy(NamedTuple):
+    """A tensor of a batch, and the copy that a step gets, with the version of the copy before the step."""
+
+    tensor: Tensor
+    copy: Tensor
+    version: int
+
+
+def _copied(tensor: Tensor, copies: list[_BatchCopy]) -> Tensor:
     copy = tensor.clone()
-    copies.append((copy, copy._version))
+    copies.append(_BatchCopy(tensor, copy, copy._version))
     return copy
 
 

@@ -68,10 +68,6 @@ def test_a_parameter_in_the_memory_of_another_tensor_is_refused(layout: str, tie
         check(layout, ties)
 
 
-def test_whole_replicas_may_share_memory() -> None:
-    check("replicas", ties_data)
-
-
 def test_two_parameters_of_one_stage_may_share_memory_and_two_of_rows_may_not() -> None:
     check("stages", ties_within_a_stage)
     with pytest.raises(ConfigError, match="the memory of"):

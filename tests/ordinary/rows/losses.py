@@ -275,6 +275,18 @@ class Attacked(Ordinary):
         return self.loss({**batch, "images": (images + 0.01 * gradient.sign()).detach()})
 
 
+@row(
+    SECTION,
+    "adversarial images against a frozen encoder under `torch.compile`: `torch.autograd.grad` in the step",
+    slots=["step", "build", "def training_step"],
+)
+class AttackedCompiled(Attacked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.requires_grad_(False)
+        self.encoder = torch.compile(self.encoder, backend="eager")
+
+
 @row(SECTION, "`with torch.no_grad():` for the encoder", slots=["step"])
 class FrozenByContext(Ordinary):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -408,3 +420,18 @@ class WritesToBatch(Ordinary):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         batch["images"].sub_(0.5)
         self.log("val_loss", F.cross_entropy(self(batch), batch["label"]), sync_dist=True)
+
+
+WRITTEN = "microbatches are copies where the step writes to them, and the batch stays as it was"
+
+
+@row(
+    SECTION,
+    "`on_train_batch_end` reads a batch to which the step wrote",
+    slots=["step", "def training_step", "def validation_step"],
+    over="mean",
+    differs={"split": WRITTEN, "pp": WRITTEN},
+)
+class ReadsWritten(WritesToBatch):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(batch["images"].square().mean()))
