@@ -39,7 +39,7 @@ class Linear(torch.nn.Linear):
         sharding: ``"column"`` shares outputs, ``"row"`` inputs, whose products are summed. ``"vocabulary"`` is for a
             head, whose outputs are classes: its logits are as in `VocabularyShard`. None: every rank has all of it.
         heads: heads in the outputs of a column layer or the inputs of a row layer, which are not cut. A projection of
-            queries, keys and values has three numbers. None: any width may be cut anywhere.
+            all queries, then all keys, then all values has three numbers. None: any width may be cut anywhere.
 
     Raises:
         ConfigError: `sharding` or `heads` cannot be.

@@ -387,6 +387,8 @@ def _said_of_heads(
     code = _code_of_heads(module)
     if others or not fits or len(every) != 3 or heads % key_value_heads or code is None:
         return None
+    if len(columns) == 1 and code.fused == "groups":  # said to be in another order than the code takes apart
+        return None
     return _plan_of_heads(module, "", parts, output, (heads, key_value_heads, width), code)
 
 
@@ -395,14 +397,10 @@ def _said_of_width(module: nn.Module, columns: Mapping[str, Linear], output: str
         return None
     if type(module) is not nn.Sequential:
         return mlp_rule(module, tuple(columns), output)
-    names = [*module._modules]
-    (column,) = columns if len(columns) == 1 else (output,)
+    names, column = [*module._modules], next(iter(columns))
     between = names[names.index(column) + 1 : names.index(output)]
-    if (
-        column == output
-        or names.index(column) > names.index(output)
-        or not all(_is_elementwise(module[int(name)]) for name in between)
-    ):
+    is_plain = all(_is_elementwise(module.get_submodule(name)) for name in between)
+    if len(columns) > 1 or names.index(column) > names.index(output) or not is_plain:
         return None
     return _mlp(module, (column,), output, packed=False)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,15 @@ class Literal(Counting):
         return self.out(torch.nn.functional.scaled_dot_product_attention(q, k, v).flatten(-2))
 
 
+class Grouped(Fused):
+    def __init__(self) -> None:
+        super().__init__(8, 2, 2, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.every(hidden).unflatten(-1, (self.num_heads, 3, self.head_dim)).unbind(-2)
+        return self.merge(nn.attention(q.flatten(-2), k.flatten(-2), v.flatten(-2), self.head_dim))
+
+
 class Alone(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -167,6 +177,7 @@ class Alone(torch.nn.Module):
         (Centred, "right on a part of its width"),
         (Counting, "right on a part of its heads"),
         (Literal, "right on a part of its heads"),
+        (Grouped, "right on a part of its heads"),
         (Alone, "columns up and rows none"),
     ],
 )
@@ -188,7 +199,10 @@ def test_a_registered_plan_comes_first() -> None:
 
 def test_a_sequence_of_layers_and_an_activation_is_sharded() -> None:
     layers = (nn.Linear(4, 8, sharding="column"), torch.nn.GELU(), nn.Linear(8, 4, sharding="row"))
-    assert plans_of(torch.nn.ModuleDict({"one": torch.nn.Sequential(*layers)})).keys() == {"one"}
+    for kind in (torch.nn.Sequential(*layers), torch.nn.Sequential(OrderedDict(zip("abc", layers, strict=True)))):
+        assert plans_of(torch.nn.ModuleDict({"one": kind})).keys() == {"one"}
+    with pytest.raises(ConfigError, match="right on a part"):
+        plans_of(torch.nn.ModuleDict({"one": torch.nn.Sequential(*reversed(layers))}))
     with pytest.raises(ConfigError, match="right on a part"):
         plans_of(torch.nn.ModuleDict({"one": torch.nn.Sequential(layers[0], torch.nn.LayerNorm(8), layers[2])}))
 
