@@ -16,8 +16,6 @@ from typing import Any
 import lightning as L
 import pytest
 import yaml
-from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 from clusters.started import ROOT, start_all
 from lightning_mm5d.trainer.process_group import free_port
@@ -51,9 +49,7 @@ def loss_of_one_process() -> float:
         quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
         L.seed_everything(1, verbose=False)
         trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, enable_model_summary=False, **quiet)
-        data = module.bars(samples=128, batch_size=16).dataset
-        order = DistributedSampler(data, num_replicas=1, rank=0, seed=1)  # that Lightning gives to several ranks
-        trainer.fit(module.Captioner(), DataLoader(data, batch_size=16, sampler=order))
+        trainer.fit(module.Captioner(), module.bars(samples=128, batch_size=16))
         del sys.modules["module"]
     return float(trainer.callback_metrics["loss"])
 
