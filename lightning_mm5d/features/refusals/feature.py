@@ -60,6 +60,7 @@ from lightning_mm5d.config.groups import path_of, value_of
 from lightning_mm5d.data.random_state import CPU, kept_random_state, seed_all
 from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.source.trees import decorated, method_of, names, tree_of
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 
@@ -455,8 +456,8 @@ def _check_memory(module: pl.LightningModule, plan: Plan, device: torch.device) 
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first address of a tensor and the one after its last, or zeros where it has no memory."""
-    if is_lazy(tensor) or tensor.layout != torch.strided or not tensor.numel():
+    """Return the first address of a tensor and the one after its last, or zeros where it has no memory here."""
+    if is_lazy(tensor) or is_remote(tensor) or tensor.layout != torch.strided or not tensor.numel():
         return 0, 0
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
