@@ -15,7 +15,8 @@ Refuses an `on_fit_start` that changes the parameters of a module, which ranks h
 Lightning calls it after `Strategy.setup`. A module that resizes embeddings there, or adds tokens or adapters, has then
 parameters that no rank holds.
 
-Refuses optimizers whose update of a value depends on others, where ranks hold parts of these.
+Refuses optimizers whose update of a value depends on others, where ranks hold parts of these, and optimizers with steps
+of another name that take norms of gradients (SAM).
 
 **Optimizers** are tried out. Whether an optimizer's update of a value depends on other values: tried out on small
 parameters of the same class. Ranks hold parts of the parameters, with stages, or parts of each, with tensor
@@ -51,6 +52,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_mm5d.checkpoint.optimizer_state import names_of
 from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
@@ -58,6 +60,7 @@ from lightning_mm5d.config.groups import path_of, value_of
 from lightning_mm5d.data.random_state import CPU, kept_random_state, seed_all
 from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.source.trees import decorated, method_of, names, tree_of
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 
@@ -453,8 +456,8 @@ def _check_memory(module: pl.LightningModule, plan: Plan, device: torch.device) 
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first address of a tensor and the one after its last, or zeros where it has no memory."""
-    if is_lazy(tensor) or tensor.layout != torch.strided or not tensor.numel():
+    """Return the first address of a tensor and the one after its last, or zeros where it has no memory here."""
+    if is_lazy(tensor) or is_remote(tensor) or tensor.layout != torch.strided or not tensor.numel():
         return 0, 0
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
@@ -493,6 +496,9 @@ def check_optimizers(running: Running) -> None:
     for optimizer in optimizers:
         inner = getattr(optimizer, "optimizer", optimizer)
         _check_sparse(inner, running.module, plan)
+        if (edges or shards) and not running.module.automatic_optimization:
+            _check_own_steps(optimizer)
+        _check_own_tensors(optimizer, running)
         tried = dependence(inner) if edges or shards or shares else None
         names = {cls.__name__ for cls in type(inner).__mro__}
         mixes = tried.on_parameters if tried else "LBFGS" in names
@@ -517,6 +523,34 @@ def check_optimizers(running: Running) -> None:
                 f"{' and ' if shards and shares else ''}{'zero_stage=0' if shares else ''}"
             )
             raise ConfigError("configure_optimizers", type(inner).__name__, rule, fix)
+
+
+def _check_own_steps(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that has a step of another name, for manual optimization, which takes a norm of gradients.
+
+    Sharpness-aware minimization (SAM) scales its `first_step` by the norm of all gradients, of which a rank has a part.
+    """
+    for name in dir(type(optimizer)):
+        if name.startswith("_") or hasattr(Optimizer, name) or not (found := _norm_in(type(optimizer), name)):
+            continue
+        rule = "It takes the norm of gradients in a step of its own, and ranks have those of their layers or shards"
+        fix = "Use one stage (colocate all, pp_size=1) and tp_size=1"
+        raise ConfigError(f"{type(optimizer).__name__}.{name}", found, rule, fix)
+
+
+def _check_own_tensors(optimizer: Optimizer, running: Running) -> None:
+    """Refuse an optimizer that keeps copies of parameters outside of its state, where its step sees rows of these."""
+    groups = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    shapes = {one.shape for one in running.shared.all if one.parameter.dim()}
+    for name, value in vars(optimizer).items():
+        if name in ("param_groups", "state", "defaults") or not shapes:
+            continue
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor) and id(leaf) not in groups and tuple(leaf.shape) in shapes:
+                rule = "It keeps full copies of parameters, and ranks that share a parameter step on rows of it"
+                fix = "Make them in the first step, in self.state[parameter], or use zero_stage=0"
+                where = f"{type(optimizer).__name__}.{name}"
+                raise ConfigError(where, f"a tensor of shape {tuple(leaf.shape)}", rule, fix)
 
 
 def _check_sparse(optimizer: Optimizer, module: pl.LightningModule, plan: Plan) -> None:

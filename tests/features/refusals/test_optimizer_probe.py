@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mm5d.features.refusals.feature import Dependence, dependence
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.features.refusals.feature import Dependence, check_optimizers, dependence
 
 NOTHING, ELEMENTS, ALL = Dependence(False, False), Dependence(False, True), Dependence(True, True)
 
@@ -147,3 +150,49 @@ def test_what_an_update_depends_on(optimizer: Optimizer, expected: Dependence | 
     assert torch.equal(torch.get_rng_state(), state)
     assert (random.getstate(), np.random.get_state()[2]) == others
     assert SCHEDULED.left == [7]
+
+
+class Ascends(_Own):
+    """Sharpness-aware: manual steps call `first_step`."""
+
+    def first_step(self) -> None:
+        scale = self._scale()
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(p.grad, alpha=scale)
+
+    def _scale(self) -> float:
+        return 0.05 / float(torch.stack([p.grad.norm() for p in self.param_groups[0]["params"]]).norm())
+
+
+class Ahead(Optimizer):
+    """Keeps slow weights beside its state."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+        self.state, self.defaults = optimizer.state, optimizer.defaults
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+
+
+def _running(optimizer: Optimizer, *, edges: bool = False, shared: bool = False, is_manual: bool = False) -> Any:
+    rows = [SimpleNamespace(parameter=p, shape=tuple(p.shape)) for p in optimizer.param_groups[0]["params"]]
+    return SimpleNamespace(
+        plan=SimpleNamespace(topology=SimpleNamespace(edges=[1] * edges), division=SimpleNamespace(shards={})),
+        trainer=SimpleNamespace(optimizers=[optimizer]),
+        module=SimpleNamespace(automatic_optimization=not is_manual),
+        shared=SimpleNamespace(all=rows * shared),
+    )
+
+
+def test_a_manual_step_that_takes_a_norm_is_refused_where_ranks_hold_parts() -> None:
+    optimizer = Ascends([nn.Parameter(torch.ones(4, 2))])
+    check_optimizers(_running(optimizer, edges=True))
+    check_optimizers(_running(optimizer, is_manual=True))
+    with pytest.raises(ConfigError, match=r"Ascends\.first_step: got 'the norm of \.grad'"):
+        check_optimizers(_running(optimizer, edges=True, is_manual=True))
+
+
+def test_copies_of_parameters_beside_the_state_are_refused_where_ranks_step_on_rows() -> None:
+    optimizer = Ahead(torch.optim.SGD([nn.Parameter(torch.ones(4, 2))], lr=0.1))
+    check_optimizers(_running(optimizer))
+    with pytest.raises(ConfigError, match=r"Ahead\.slow: got 'a tensor of shape \(4, 2\)'.*self\.state"):
+        check_optimizers(_running(optimizer, shared=True))
