@@ -265,14 +265,19 @@ class OrderStream:
         if torch.equal(packed_state(), self._first):
             unpack_states(self._state, CPU)
 
-    def pass_over(self, orders: Iterable[Any]) -> None:
-        """Advance it by what passes over dataloaders draw, of which these are the samplers or batch samplers."""
+    def pass_over(self, orders: Iterable[Any], *, is_read: bool = True) -> None:
+        """Advance it by what passes over dataloaders draw.
+
+        Args:
+            orders: their samplers or batch samplers.
+            is_read: whether any item of an order is drawn.
+        """
         with kept_random_state():
             unpack_states(self._state, CPU)
             for order in orders:
                 _draw_seed()
                 sampler = getattr(order, "sampler", order)
-                if type(sampler) is RandomSampler and sampler.generator is None:
+                if is_read and type(sampler) is RandomSampler and sampler.generator is None:
                     _draw_seed()
             self._state = packed_state()
 

@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from torch.utils.data import IterableDataset
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_mm5d.config.errors import ConfigError
@@ -101,6 +102,10 @@ class TrainerProgress(Protocol):
 
     def fetching(self) -> None:
         """Note that a batch is fetched, before the step that uses it and all that it draws."""
+        ...
+
+    def opens_twice(self, epoch: int) -> bool:
+        """Return whether Lightning opens the dataloader of this epoch, leaves it, and opens it again."""
         ...
 
     @property
@@ -313,6 +318,9 @@ class Resumable:
         if position is not None and position.epoch != order.epoch:  # nothing was left of that epoch
             set_generator_states(position.now, *self._holders())
             position = None
+        trainer = self.progress.trainer
+        if position is None and first == 0 and trainer is not None and trainer.opens_twice(order.epoch):
+            self._open_in_vain()
         if position is None:
             self._began, self._earlier, self._cycled = first, (), first > 0
             self._before, self._begun = self._generators(), None
@@ -334,6 +342,19 @@ class Resumable:
         if stream is not None:
             order.drawing = partial(stream.drawing, order.epoch, seeds_workers=self.reseeds_generator)
         return first, dropped
+
+    def _open_in_vain(self) -> None:
+        """Draw what a DataLoader of one process draws that is opened and left; its workers have read ahead by then."""
+        if not isinstance(self, DataLoader):
+            return
+        generator, has_workers = None if self.reseeds_generator else self.generator, self._workers > 0
+        if self.reseeds_generator and self._stream is not None:
+            self._stream.pass_over([self.served_indices], is_read=has_workers)
+        elif generator is not None:
+            torch.empty((), dtype=torch.int64).random_(generator=generator)  # the seed of the workers
+            sampler = getattr(self.served_indices, "sampler", self.served_indices)
+            if has_workers and type(sampler) is RandomSampler and sampler.generator is generator:
+                next(iter(sampler), None)
 
     def groups(self, batches: Iterator[Any], first: int, dropped: int, *shards: Sequence[int]) -> Iterator[list[Any]]:
         """Yield the batches of each step from the number `first` on, of as many `shards` as have any left.

@@ -75,6 +75,11 @@ class Watch:
     def steps_taken(self) -> int:
         return _steps(self._trainer)
 
+    def opens_twice(self, epoch: int) -> bool:
+        """Return whether dataloaders are made anew for an epoch: Lightning opens these then, and when it begins."""
+        every: int = vars(self._trainer)["reload_dataloaders_every_n_epochs"]
+        return epoch > 0 and every > 0 and epoch % every == 0
+
     def fetching(self) -> None:
         steps = _steps(self._trainer)
         self.step = (_epochs(self._trainer), steps), all_states(self._device)

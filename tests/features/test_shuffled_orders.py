@@ -47,6 +47,32 @@ def with_replacement(run: Run) -> Any:
     return fit(run, sampler=RandomSampler(Samples(16), replacement=True))
 
 
+def made_anew(run: Run, every: int, **options: Any) -> Any:
+    """Lightning opens such dataloaders twice, of which the first time is in vain."""
+    seed_everything(3)
+
+    class Making(Noting):
+        def train_dataloader(self) -> Any:
+            own = {"generator": torch.Generator().manual_seed(5)} if "generator" in options else {}
+            return run.loader(16, shuffle=True, **{**options, **own})
+
+    module = Making()
+    run.trainer(max_epochs=4, use_distributed_sampler=False, reload_dataloaders_every_n_epochs=every).fit(module)
+    return {"seen": module.seen, "weights": weights(module)}
+
+
+def made_anew_for_each_epoch(run: Run) -> Any:
+    return made_anew(run, 1)
+
+
+def made_anew_with_workers(run: Run) -> Any:
+    return made_anew(run, 2, num_workers=1)
+
+
+def made_anew_with_a_generator(run: Run) -> Any:
+    return made_anew(run, 1, num_workers=1, generator=True)
+
+
 def weighted(run: Run) -> Any:
     return fit(run, sampler=WeightedRandomSampler(list(range(1, 17)), 16))
 
@@ -68,7 +94,17 @@ def with_reads_on_one_rank(run: Run) -> Any:
     return {"seen": module.seen, "weights": weights(module)}
 
 
-SCENARIOS = (shuffled, with_a_generator, with_replacement, weighted, of_a_subset, with_reads_on_one_rank)
+SCENARIOS = (
+    shuffled,
+    with_a_generator,
+    with_replacement,
+    weighted,
+    of_a_subset,
+    with_reads_on_one_rank,
+    made_anew_for_each_epoch,
+    made_anew_with_workers,
+    made_anew_with_a_generator,
+)
 
 
 @pytest.fixture(scope="module")
