@@ -81,7 +81,7 @@ class RankReports:
     """
 
     def __init__(self, store: dist.Store | None, topic: str, *, rank: int, world_size: int, timeout: timedelta) -> None:
-        self.rank, self.world_size, self._timeout = rank, world_size, timeout
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self._own: dict[str, str] = {}
         self._store: dist.Store | None = None
         if store is not None and world_size > 1:
@@ -120,11 +120,11 @@ class RankReports:
     def _wait(self, key: str) -> str:
         """Return the text under a key; it looks again and again, so that the monitor can end it."""
         assert self._store is not None
-        end, pause = time.monotonic() + self._timeout.total_seconds(), 0.001
+        end, pause = time.monotonic() + self.timeout.total_seconds(), 0.001
         while not self._store.check([key]):
             if time.monotonic() > end:
                 raise RankLostError(
-                    f"{key.rpartition(' ')[0]!r}: rank {key.rpartition(' ')[2]} said nothing for {self._timeout}"
+                    f"{key.rpartition(' ')[0]!r}: rank {key.rpartition(' ')[2]} said nothing for {self.timeout}"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)

@@ -27,6 +27,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from typing_extensions import override
 
 from lightning_mm5d.checkpoint.rank_reports import RankReports
 from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
+from lightning_mm5d.engine.run_groups import Groups
 from lightning_mm5d.features.sharded_checkpoints.directory import (
     MANIFEST,
     DirectoryWriter,
@@ -252,7 +254,7 @@ class HostMemory:
         self._group: ProcessGroup | None = None
         self._callback: SaveInMemory | None = None
         self._trainer: pl.Trainer | None = None
-        self._number, self._manifest = 0, ""
+        self._number, self._manifest, self._timeout = 0, "", timedelta(0)
 
     # --- going on ---
 
@@ -278,6 +280,7 @@ class HostMemory:
             self._folder.mkdir(exist_ok=True)
             shutil.rmtree(_ended(self._folder), ignore_errors=True)
         reports = open_reports("found")
+        self._timeout = reports.timeout
         reports.tell("there", [found_in(self._folder), manifests_in(self._folder)] if nodes.is_first else None)
         if nodes.rank == 0:
             reports.tell("chosen", newest([reports.hear("there", rank) for rank in nodes.firsts]))
@@ -331,7 +334,8 @@ class HostMemory:
         if self._folder is None or self._nodes is None or self._callback is not None:
             return
         if self._nodes.count > 1:
-            self._group = dist.new_group(backend="gloo")
+            everybody = range(self._nodes.world_size)
+            self._group = Groups(self._timeout).get(everybody, "checkpoints in memory", backend="gloo")
         self._trainer, self._callback = trainer, SaveInMemory(self._every, save)
         vars(trainer)["callbacks"].insert(0, self._callback)
 
