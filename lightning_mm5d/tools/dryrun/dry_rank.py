@@ -15,6 +15,7 @@ from unittest.mock import patch
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -292,7 +293,8 @@ def run(job: Any, dry: DryRun) -> None:
     node, place = divmod(dry.rank, per_node := job.strategy.num_processes)
     named = patch.dict(os.environ, {"LOCAL_RANK": str(place), "NODE_RANK": str(node), "MASTER_PORT": "1"})
     groups, records = answered(dry.under_way, dry.results), recorded(lambda: dry.transport)
-    with named, groups, records, warnings.catch_warnings(), dry.hollow:
+    shown = patch.object(rank_zero_only, "rank", dry.rank, create=True)  # or others after it would say nothing
+    with named, shown, groups, records, warnings.catch_warnings(), dry.hollow:
         warnings.simplefilter("ignore")
         silent: Any = dict.fromkeys(_SILENT, False)
         trainer = L.Trainer(
