@@ -24,6 +24,7 @@ import os
 import shutil
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ from lightning_mm5d.storage.files import WrittenFile, write_whole
 SHARED_MEMORY = Path("/dev/shm")
 KEPT = 2  # the newest one may not have come to all nodes
 _CHUNK_BYTES = 64 * 2**20  # sent at once
+_LAST_S = 10.0  # how long the last process of a node waits for the ends of the others
+_TOLD_S = 0.5  # until torchrun, which looks every 0.1 s, has told of one that was killed
 _FITS = itertools.count(1)  # of this process; a script that starts again comes to the same ones in the same order
 
 
@@ -424,14 +427,22 @@ def _ended(folder: Path) -> Path:
 
 
 def _end(folder: Path, nodes: Nodes) -> None:
-    """Remove what a fit has left when the last process of the node ends, unless one has failed: ranks start again."""
+    """Remove what a fit has left when the last process of the node ends, unless one has failed: ranks start again.
+
+    The last one waits for the ends of the others, and then for torchrun, which ends it by SIGTERM where one was killed.
+    """
     if getattr(sys, "last_type", None) is not None:
         return
     with suppress(OSError):  # another process has removed it
         ended = _ended(folder)
         ended.mkdir(exist_ok=True)
-        (ended / str(nodes.rank)).touch()
+        (ended / f"{os.getpid()}-{_started(os.getpid())}").touch()
         if len(list(ended.iterdir())) == nodes.per_node:
+            others = [one.name.split("-") for one in ended.iterdir() if not one.name.startswith(f"{os.getpid()}-")]
+            limit = time.monotonic() + _LAST_S
+            while any(_started(int(process)) == started for process, started in others) and time.monotonic() < limit:
+                time.sleep(0.05)
+            time.sleep(_TOLD_S)
             shutil.rmtree(folder, ignore_errors=True)
             shutil.rmtree(ended, ignore_errors=True)
             folder.parent.rmdir()  # unless there are further fits
