@@ -32,7 +32,7 @@ pytestmark = [
 ]
 RANKS = 4
 AGAIN = {0, 4}, {0, 3}
-"""steps with which attempts begin where a rank is killed in the fifth step: what the fourth left may not be written yet"""
+"""steps with which attempts begin where a rank is killed in the fifth step: the fourth may not be written by then"""
 BOTH = ["--kind", "both", "--devices", str(RANKS), "--memory", "1"]
 
 
