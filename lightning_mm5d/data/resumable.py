@@ -320,7 +320,7 @@ class Resumable:
             position = None
         trainer = self.progress.trainer
         if position is None and first == 0 and trainer is not None and trainer.opens_twice(order.epoch):
-            self._open_in_vain()
+            self._open_unread()
         if position is None:
             self._began, self._earlier, self._cycled = first, (), first > 0
             self._before, self._begun = self._generators(), None
@@ -343,8 +343,8 @@ class Resumable:
             order.drawing = partial(stream.drawing, order.epoch, seeds_workers=self.reseeds_generator)
         return first, dropped
 
-    def _open_in_vain(self) -> None:
-        """Draw what a DataLoader of one process draws that is opened and left; its workers have read ahead by then."""
+    def _open_unread(self) -> None:
+        """Draw what one process draws for an iterator that is not read; where there are workers, they read ahead."""
         if not isinstance(self, DataLoader):
             return
         generator, has_workers = None if self.reseeds_generator else self.generator, self._workers > 0

@@ -48,7 +48,7 @@ def with_replacement(run: Run) -> Any:
 
 
 def made_anew(run: Run, every: int, **options: Any) -> Any:
-    """Lightning opens such dataloaders twice, of which the first time is in vain."""
+    """Lightning opens a dataloader that it asks for again twice, and reads from the second iterator alone."""
     seed_everything(3)
 
     class Making(Noting):

@@ -196,18 +196,17 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
     @override
     def save(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], run: SavedRun) -> None:
         memory = self._memory if self._is_for_memory else None
-        saves = self._saves if memory is None else self._memory_saves
+        made: Callable[..., Save] = Save
+        saves, open_reports = self._saves, self._open_reports
+        if memory is not None:
+            saves, open_reports, made = self._memory_saves, self._open_memory_reports, memory.made
         saves.finish()
         # which returns once this rank's shards are copied
         in_thread = memory is not None or (self._in_thread and run.goes_on)
-        reports = self._open_reports("save") if memory is None else self._open_memory_reports("save")
+        reports = open_reports("save")
         sources = {} if run.buffers is None else run.buffers.sources(run.wire)
         shards = OwnShards(run.module, run.plan, reports.rank, sources, self._stand_ins, run.averages)
-        save = (
-            Save(reports, run.optimizers, run.fields)
-            if memory is None
-            else memory.made(reports, run.optimizers, run.fields)
-        )
+        save = made(reports, run.optimizers, run.fields)
         labels = [labels_of(optimizer, run.module) for optimizer in run.optimizers]
         save.announce(os.fspath(path), lambda: decide(checkpoint, shards, labels))
         save.take(shards, copies=in_thread)
@@ -219,7 +218,7 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
     def _save_in_memory(self, trainer: pl.Trainer) -> None:
         usual, self.in_shards, self._is_for_memory = self.in_shards, self, True
         try:
-            trainer.save_checkpoint("memory", weights_only=False)
+            trainer.save_checkpoint("memory", weights_only=False)  # not the weights alone, but the states too
         finally:
             self.in_shards, self._is_for_memory = usual, False
 
