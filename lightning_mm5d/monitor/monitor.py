@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from subprocess import Popen
 from types import CodeType
 from typing import Any
@@ -46,8 +46,6 @@ STUCK_S = 3.0
 """a wait that long, on all ranks, can be a mismatch"""
 TOLD_S = 6.0
 """how long the host of the store keeps it for ranks that do not know the cause yet; a machine under load is slow"""
-MOVES_S = 2.0
-"""a thread that runs, and whose position has changed within that time, is not looked at"""
 
 ERRORS: dict[str, type[BaseException]] = {
     "lost": RankLostError,
@@ -89,7 +87,8 @@ class Monitor:
     ) -> None:
         self.board: Board | None = None
         self._rank, self._world_size, self._watchdog = rank, world_size, watchdog
-        self._blocking, self._position, self._wake, self._children = blocking, position, wake, children
+        self._position, self._wake, self._children = position, wake, children
+        self._looker, self._readable = stack.Looker(blocking), ExitStack()
         self._report = report
         self._losses = Losses(rank, children)
         self._main = threading.get_ident()
@@ -114,6 +113,7 @@ class Monitor:
 
     def start(self) -> None:
         """Begin to watch."""
+        self._readable.enter_context(stack.readable())
         self._thread.start()
 
     def connect(self, store: Store) -> None:
@@ -212,6 +212,7 @@ class Monitor:
         self._closing.set()
         if self._thread.is_alive() and threading.get_ident() != self._thread.ident:
             self._thread.join(2 * INTERVAL_S)
+        self._readable.close()
         if self.board is not None:
             state = "ended" if self._state == "running" else self._state
             self.board.close({**self._entry(stack.Look(stack.Place("", ""), None), 0.0), "state": state}, INTERVAL_S)
@@ -241,18 +242,13 @@ class Monitor:
             self._enforce(look, now)
 
     def _look(self, now: float) -> stack.Look:
-        """Return where the main thread is; what was seen last while it runs and comes forward.
-
-        CPython 3.11 may crash where the frames of a thread are read in the moment in which it leaves one of them. So
-        while threads take turns, none of them is looked at before one has kept its turn for some time.
-        """
+        """Return where the main thread is; what was seen last while it comes forward."""
         position = self._position()
         if position != self._moved[0]:
             self._moved = position, now
-        computing = position.get("thread")
-        if now - self._moved[1] < MOVES_S and (computing is not None or stack.runs(self._main)):
+        if now - self._moved[1] < INTERVAL_S:
             return stack.Look(self._seen.place, None)
-        return stack.look(self._main, self._blocking, computing)
+        return self._looker.look(self._main, position.get("thread"), self._moved[1])
 
     def _entry(self, look: stack.Look, waited: float) -> Entry:
         wait = look.wait and {

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_mm5d.monitor.stack import AFTER_BATCHES, START_OF_BATCH, Place, Wait, look, place_of
+from lightning_mm5d.monitor.stack import AFTER_BATCHES, START_OF_BATCH, Looker, Place, Wait, place_of, readable
 from lightning_mm5d.monitor.verdict import deadlock, said
 
 
@@ -111,13 +111,15 @@ def seen(file: str, function: str, definition: str) -> Wait | None:
     """How a thread is seen that waits in a function of a file of torch."""
     names: dict[str, Any] = {"event": threading.Event(), "begun": threading.Event()}
     exec(compile(definition, file, "exec"), names)
-    thread = threading.Thread(target=names[function])
+    thread = threading.Thread(target=readable()(names[function]))
     thread.start()
     try:
         assert names["begun"].wait(10)
         assert thread.ident is not None
+        looker = Looker({})
         # the innermost functions are those of Python's events, as nothing here blocks in compiled code
-        return look(thread.ident, {}).wait
+        assert looker.look(thread.ident).wait is None
+        return looker.look(thread.ident).wait
     finally:
         names["event"].set()
         thread.join()

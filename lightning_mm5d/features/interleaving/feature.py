@@ -46,6 +46,7 @@ from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.random_state import all_states, set_all_states
 from lightning_mm5d.engine.step import Scope, Step
 from lightning_mm5d.features.interleaving.fields import check_beside
+from lightning_mm5d.monitor.stack import readable
 from lightning_mm5d.partition.parts import holds_metrics
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import is_table
@@ -171,7 +172,8 @@ class _Turns:
                 if state is None:
                     self._call(place)
                 else:
-                    state.call(partial(self._call, place))
+                    with readable():
+                        state.call(partial(self._call, place))
         except BaseException as error:
             if self._error is None:
                 self._error = error
