@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,37 @@ def test_a_wait_for_the_device_is_seen() -> None:
     found = seen(file, "synchronize", "def synchronize():\n begun.set()\n while not event.is_set(): pass")
     assert found is not None
     assert (found.operation, found.ranks) == ("synchronize", ())
+
+
+class _Noting:
+    """Notes in which thread it ends."""
+
+    def __init__(self, ends: list[int]) -> None:
+        self._ends = ends
+
+    def __del__(self) -> None:
+        self._ends.append(threading.get_ident())
+
+
+def test_what_a_thread_leaves_ends_in_that_thread_however_often_it_is_looked_at() -> None:
+    ends, closing = list[int](), threading.Event()
+
+    def leave() -> None:
+        kept = _Noting(ends)
+        time.sleep(0)  # another thread may look
+        assert kept
+
+    def run() -> None:
+        while not closing.is_set():
+            leave()
+
+    thread = threading.Thread(target=readable()(run))
+    thread.start()
+    assert thread.ident is not None
+    looker = Looker({})
+    for _ in range(300):
+        looker.look(thread.ident)
+    closing.set()
+    thread.join()
+    assert set(ends) == {thread.ident}
+    assert len(ends) > 300
