@@ -4,6 +4,9 @@
 What its stages took, less the exchanges that the model of links gives their layers, over what the roofline gives them
 is the scale of all of their layers. So layouts that cut elsewhere, or that share layers out over other ranks, are
 compared by measured layers. A file that no run wrote, or one of another layout or model, is refused.
+
+A configuration that says ``elastic: true`` is trained by the layout that this search finds, where torchrun has started
+other numbers of ranks than the configured layout can have.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import os
 import statistics
 import sys
 from argparse import Namespace
@@ -18,12 +22,15 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import yaml
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from torch.distributed import PrefixStore
 
 from lightning_mm5d.config.checks import check_count
 from lightning_mm5d.config.errors import ConfigError
@@ -36,10 +43,10 @@ from lightning_mm5d.partition.find import find
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import SCHEDULES, check_fields, name_of
 from lightning_mm5d.tools.cli.cluster_file import read_cluster
-from lightning_mm5d.tools.cli.configuration import Source
+from lightning_mm5d.tools.cli.configuration import Source, prepare
 from lightning_mm5d.tools.cli.estimates import first_microbatch, first_samples, may_share, step_of, tracer
-from lightning_mm5d.tools.cli.job import STRATEGY, Job, durations, load
-from lightning_mm5d.tools.cli.terminal import check_writable, show, write
+from lightning_mm5d.tools.cli.job import STRATEGY, Job, configurations, durations, load
+from lightning_mm5d.tools.cli.terminal import check_writable, show, warn, write
 from lightning_mm5d.tools.planner.activation_trace import Trace
 from lightning_mm5d.tools.planner.layout_costs import Cluster, LayoutCosts
 from lightning_mm5d.tools.planner.profile import measure
@@ -53,7 +60,12 @@ from lightning_mm5d.tools.planner.search import (
     said_of,
     words,
 )
+from lightning_mm5d.trainer.process_group import has_agent_store, rendezvous_store, round_name
 
+_LAYOUT = "elastic layout"
+"""key in the store of the ranks"""
+_SEARCHES = timedelta(minutes=30)
+"""how long rank 0 may search"""
 NODE = 8
 """ranks of a node where no file says how many"""
 
@@ -99,6 +111,69 @@ def plan(arguments: Namespace, source: Source) -> None:
             text,
         ]
     )
+
+
+def with_layout(arguments: Sequence[str], file: Path) -> list[str]:
+    """Return the arguments of ``mm5d fit``, with a layout where the configured one cannot have the ranks of this job.
+
+    Rank 0 searches, and tells the others what it has found.
+
+    Args:
+        arguments: of a LightningCLI whose configuration says ``elastic: true``; the ranks are those of torchrun.
+        file: where the layout is written to.
+
+    Raises:
+        ConfigError: no layout of these ranks can run.
+    """
+    environment = TorchElasticEnvironment()
+    if not environment.detect():
+        return list(arguments)
+    size, rank = environment.world_size(), environment.global_rank()
+    store = rendezvous_store(environment, _SEARCHES)
+    if has_agent_store():
+        store = PrefixStore(round_name(store, rank=rank, world_size=size, timeout=_SEARCHES), store)
+    if rank == 0:
+        per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        configs, options = configurations(arguments)
+        store.set(_LAYOUT, elastic_layout(prepare(configs, None, options), size // per_node, per_node))
+    text = store.get(_LAYOUT).decode()
+    if not text:
+        return list(arguments)
+    file.write_text(text, encoding="utf-8")
+    return [*arguments, f"--config={file}"]
+
+
+def elastic_layout(source: Source, nodes: int, per_node: int) -> str:
+    """Return a layout of other ranks than the configured ones, as a file that lies over the configuration.
+
+    The samples of a step stay as many as on the configured ranks, where a layout can have as many.
+
+    Args:
+        source: of the configuration.
+        nodes: how many there are.
+        per_node: ranks of each.
+
+    Returns:
+        The text of the file; "" where the configured layout can have these ranks.
+    """
+    job = load(source, world=(per_node, nodes))
+    if job.refused is None:
+        return ""
+    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else sys.maxsize
+    cluster = Cluster(nodes=nodes, ranks=per_node, memory=memory)
+    replicas = None
+    with suppress(ConfigError):  # `devices: auto` says nothing of the ranks that there were
+        replicas = load(source).strategy.num_replicas
+    for count in dict.fromkeys((replicas, None)):
+        with _quiet():
+            search, replica_batch = search_of(job, cluster, None, tracer(job), replicas=count)
+            found = search.best()
+        if found:
+            break
+    else:
+        raise search.refusal()
+    warn([f"elastic: {cluster.size} ranks train {search.batch} samples a step as {words(found[0].candidate)}"])
+    return _file(found[0].candidate, job, source, cluster, replica_batch)
 
 
 @contextmanager
@@ -174,6 +249,8 @@ def search_of(
     batch: int | None,
     traced: Callable[[Plan], Trace],
     scaled: Callable[[LayoutCosts], Mapping[str, Sequence[float]]] = lambda _: {},
+    *,
+    replicas: int | None = None,
 ) -> tuple[LayoutSearch, int]:
     """Return the search of a job, and the samples of a replica's batch as its data have them.
 
@@ -183,6 +260,7 @@ def search_of(
         batch: samples of a step; those configured where unset.
         traced: as `tracer` returns it.
         scaled: returns, for some modalities, the measured time of each unit over that which costs give it.
+        replicas: whose samples make a step where `batch` is unset; those of the configured layout, or as many as fit.
 
     Raises:
         ConfigError: the search cannot lay out the modalities, or no first batch tells of tokens.
@@ -228,8 +306,9 @@ def search_of(
     costs = LayoutCosts(cluster, step.trace, two, each, rows, step)
     costs = replace(costs, scales=scaled(costs), known={})
     own_ranks = sum(one.own_ranks_per_replica for one in job.modalities.values())
-    replicas = job.modalities[loss].dp_size or max(cluster.size // own_ranks, 1)
-    replicas = replicas if job.plan is None else job.plan.layout.num_replicas
+    if replicas is None:
+        fitting = job.modalities[loss].dp_size or max(cluster.size // own_ranks, 1)
+        replicas = fitting if job.plan is None else job.plan.layout.num_replicas
     if batch is not None:
         check_count("--batch", batch)
     replica_batch = each * strategy.usual_microbatches() if loaded else samples

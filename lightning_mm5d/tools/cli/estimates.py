@@ -6,8 +6,9 @@ The first microbatch of the training data, on which layers are measured and whos
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.tools.cli.job import Job
 from lightning_mm5d.tools.cli.terminal import reason
 from lightning_mm5d.tools.planner.activation_trace import Trace, trace
-from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates
+from lightning_mm5d.tools.planner.optimizer_states import TRAINER, OptimizerStates
 from lightning_mm5d.tools.planner.rank_memory import Step
 from lightning_mm5d.trainer.batch_parts import BatchParts
 
@@ -61,11 +62,17 @@ def _first_parts(job: Job, *, prepares: bool) -> Any:
     """The microbatches of the first batch of the training data."""
     module, data = job.module, job.data
     assert module is not None
-    if data is not None:
-        if prepares:
-            data.prepare_data()
-        data.setup("fit")
-    loader = (module if data is None else data).train_dataloader()
+    source: Any = module if data is None else data
+    with ExitStack() as stack:
+        if vars(source).get("trainer") is None:  # a property of modules, which raises
+            known: Any = SimpleNamespace(**vars(TRAINER), lightning_module=module, datamodule=data)
+            stack.callback(setattr, source, "trainer", None)
+            source.trainer = known
+        if data is not None:
+            if prepares:
+                data.prepare_data()
+            data.setup("fit")
+        loader = source.train_dataloader()
     if isinstance(loader, (dict, list, tuple)) or loader is None:
         rule = "Layers are measured on the batches of one training dataloader"
         raise ConfigError("data", type(loader).__name__, rule, "Say --cost instead of --measure")

@@ -13,6 +13,7 @@ and the strategy refuse, and settings that only the training machine could resol
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import math
 import runpy
@@ -30,7 +31,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins import HalfPrecision
 from lightning.pytorch.strategies import Strategy
 
@@ -49,6 +50,11 @@ from lightning_mm5d.trainer.other_package import check_package
 
 class RecipeCLI(LightningCLI):
     """A LightningCLI that shows throughput and MFU, and ends with the figures of the last validation."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Let a configuration say ``elastic``."""
+        about = "whether other numbers of ranks, with which torchrun starts `mm5d fit`, get a layout of `mm5d plan`"
+        parser.add_argument("--elastic", type=bool, default=False, help=about)
 
     def before_fit(self) -> None:
         """Show tokens per second and MFU in the progress bar, unless the configuration says how."""
@@ -84,19 +90,34 @@ def command_line(contents: Sequence[Mapping[str, Any]], options: Sequence[str] =
 
 def train(arguments: Sequence[str]) -> None:
     """Run ``mm5d fit ...``; `arguments` are those of a LightningCLI."""
-    contents = [_content(path) for path in _configs(arguments)]
+    contents = [_content(path) for path in configurations(arguments)[0]]
     with suppress(ArgumentError):  # which the parser tells itself
         check_early(contents, arguments[1:])
     command_line(contents, arguments)(args=list(arguments))
 
 
-def _configs(arguments: Sequence[str]) -> list[Path]:
-    found = []
-    for at, argument in enumerate(arguments):
+def is_elastic(arguments: Sequence[str]) -> bool:
+    """Whether the configuration of ``mm5d fit ...`` says ``elastic: true``."""
+    configs, options = configurations(arguments)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--elastic", type=yaml.safe_load)
+    said = [
+        *(content.get("elastic") for content in map(_content, configs)),
+        parser.parse_known_args(options)[0].elastic,
+    ]
+    return arguments[0] == "fit" and next((one for one in reversed(said) if one is not None), False) is True
+
+
+def configurations(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Return the files that arguments of a LightningCLI name, and the options beside them and the subcommand."""
+    found, others, rest = list[Path](), list[str](), iter(arguments[1:])
+    for argument in rest:
         name, given, value = argument.partition("=")
         if name in ("--config", "-c"):
-            found.append(Path(value if given else next(iter(arguments[at + 1 : at + 2]), "")))
-    return found
+            found.append(Path(value if given else next(rest, "")))
+        else:
+            others.append(argument)
+    return found, others
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -184,7 +205,7 @@ def _without_model(content: dict[str, Any]) -> dict[str, Any]:
     """The same configuration as a LightningCLI without classes of a user's own would take it."""
     if "trainer" not in content and not _ARGUMENTS.isdisjoint(content):
         return {"trainer": {"strategy": {"class_path": STRATEGY, "init_args": content}}}
-    content = {key: value for key, value in content.items() if key != "data"}
+    content = {key: value for key, value in content.items() if key not in ("data", "elastic")}
     trainer = content.get("trainer")
     strategy = trainer.get("strategy") if isinstance(trainer, dict) else None
     if isinstance(trainer, dict) and isinstance(strategy, dict) and "class_path" not in strategy:
@@ -325,10 +346,20 @@ def _made(settings: dict[str, Any]) -> Any:
     return made
 
 
+class _FirstRank(LightningEnvironment):
+    """The first rank of a job, also in a process that torchrun has started as another one."""
+
+    def local_rank(self) -> int:
+        return 0
+
+    def node_rank(self) -> int:
+        return 0
+
+
 def settle(strategy: MultimodalStrategy, devices: int, nodes: int) -> None:
     """Set the number of ranks of a strategy, as a trainer would."""
     strategy.parallel_devices, strategy.num_nodes = [torch.device("cpu")] * devices, nodes
-    strategy.cluster_environment = LightningEnvironment()
+    strategy.cluster_environment = _FirstRank()
     strategy.cluster_environment.set_world_size(devices * nodes)
 
 

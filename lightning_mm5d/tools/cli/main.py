@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from lightning_mm5d.config.errors import CheckpointCorruptError, CheckpointUntrustedError, ConfigError, private
 
@@ -94,9 +95,15 @@ def _attempt(command: Callable[[], int | None], *errors: type[Exception], untrus
 
 
 def _train(arguments: Sequence[str]) -> None:
-    from lightning_mm5d.tools.cli.job import train  # imports torch
+    from lightning_mm5d.tools.cli.job import is_elastic, train  # imports torch
 
-    train(arguments)
+    if not is_elastic(arguments):
+        train(arguments)
+        return
+    from lightning_mm5d.tools.cli.cluster_plan import with_layout
+
+    with TemporaryDirectory() as folder:
+        train(with_layout(arguments, Path(folder) / "layout.yaml"))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

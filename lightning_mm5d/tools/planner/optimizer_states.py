@@ -23,7 +23,7 @@ from lightning_mm5d.tools.planner.hollow_tensors import HollowTensors
 from lightning_mm5d.trainer.construction import copy_without_memory
 
 _STEPS = 1000
-_TRAINER = SimpleNamespace(
+TRAINER = SimpleNamespace(
     estimated_stepping_batches=_STEPS,
     num_training_batches=_STEPS,
     max_steps=_STEPS,
@@ -74,7 +74,7 @@ class OptimizerStates:
         copy = copy_without_memory(module)
         with kept_random_state(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            copy.trainer = _TRAINER  # type: ignore[assignment]
+            copy.trainer = TRAINER  # type: ignore[assignment]
             self.optimizers = list(_optimizers(copy.configure_optimizers()))
         # a function that a user put on the module knows the parameters of the module itself
         groups = {

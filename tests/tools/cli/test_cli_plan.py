@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.tools.cli.cluster_plan import elastic_layout, with_layout
 from lightning_mm5d.tools.cli.configuration import prepare
 from lightning_mm5d.tools.cli.estimates import tracer
-from lightning_mm5d.tools.cli.job import Job, load, settle
+from lightning_mm5d.tools.cli.job import Job, is_elastic, load, settle
 from lightning_mm5d.tools.cli.main import main
 from parity.harness import strategy
 
@@ -176,3 +177,42 @@ def test_each_trace_of_a_step_has_the_whole_batch() -> None:
     job = Job(made, Takes(), modalities)
     traced, plan = tracer(job), made.plan(Takes())
     assert traced(plan).reached == traced(plan).reached == {name for name, _ in Takes().named_parameters()}
+
+
+def test_other_ranks_than_the_configured_ones_get_a_layout_with_as_many_samples_of_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = prepare([CONFIG], SCRIPT, [])
+    assert elastic_layout(source, 1, 4) == ""
+    written = tmp_path / "layout.yaml"
+    written.write_text(elastic_layout(source, 1, 3))
+    assert "elastic: 3 ranks train 32 samples a step" in capsys.readouterr().err
+    job = load(prepare([CONFIG, written], SCRIPT, []))
+    assert job.strategy.layout.size == 3
+    assert job.data is not None
+    assert job.data.batch_size * job.strategy.num_replicas == 32  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["fit"], False),
+        (["fit", "--config", "yes.yaml"], True),
+        (["fit", "--config=yes.yaml", "--elastic=false"], False),
+        (["fit", "--elastic", "true", "--trainer.devices=2"], True),
+        (["test", "--config=yes.yaml"], False),
+    ],
+)
+def test_a_configuration_says_that_it_is_elastic(
+    arguments: list[str], said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("yes.yaml").write_text("elastic: true\ntrainer: {devices: 4}\n")
+    assert is_elastic(arguments) is said
+
+
+def test_without_torchrun_the_configured_layout_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    arguments = ["fit", "--config", str(CONFIG), "--elastic=true"]
+    assert with_layout(arguments, tmp_path / "layout.yaml") == arguments
+    assert not list(tmp_path.iterdir())
