@@ -26,6 +26,7 @@ import torch
 from lightning_mm5d.checkpoint.module_state import BufferState
 from lightning_mm5d.config.features import parts
 from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
+from lightning_mm5d.engine.agreement import Agreement
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.ordered_transport import Wire
 from lightning_mm5d.engine.run_groups import Groups, RunGroups
@@ -160,6 +161,18 @@ class Feature:
             What undoes it; None where nothing was done.
         """
 
+    def loading(self, dataloader: Any, trainer: pl.Trainer, agreement: Agreement | None) -> None:
+        """A dataloader of this rank is there, from which nothing was read; all ranks come here in the same order.
+
+        Args:
+            dataloader: what `data.loader.shard_loader` returned.
+            trainer: that reads it.
+            agreement: compares statements of all ranks; None before they have met.
+
+        Raises:
+            ConfigError: the feature cannot work with these data.
+        """
+
     def attach(self, running: Running) -> Attached | None:
         """Begin on one rank of a run; None where the feature has nothing to do there."""
 
@@ -170,3 +183,11 @@ def made_features(fields: Mapping[str, Any]) -> tuple[Feature, ...]:
     Each package has a module ``feature`` with ``FEATURE``, its subclass of `Feature`.
     """
     return tuple(module.FEATURE(fields) for module in parts("feature"))
+
+
+def tell_of_loader(
+    features: Sequence[Feature], dataloader: Any, trainer: pl.Trainer, agreement: Agreement | None
+) -> None:
+    """Tell all features of a dataloader, as `Feature.loading` says."""
+    for feature in features:
+        feature.loading(dataloader, trainer, agreement)
