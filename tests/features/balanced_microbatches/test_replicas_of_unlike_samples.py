@@ -93,5 +93,6 @@ def test_an_epoch_goes_on_to_the_last_bit(tmp_path: Path) -> None:
         assert_exact(found)
     read = [[*samples(found["whole"]["steps"], 0)] for found in ranks[1:]]
     assert sorted(one for own in read for one in own) == [*range(24)]
+    assert read != [[*DistributedSampler(range(24), 2, replica)] for replica in range(2)]
     work = [[sum(CostlyDrawn.sample_costs[one] for one in own[at : at + 4]) for at in range(0, 12, 4)] for own in read]
     assert all(abs(first - second) <= 10 for first, second in zip(*work, strict=True)), work
