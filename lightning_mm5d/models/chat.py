@@ -294,7 +294,7 @@ class MessagesFile(Sequence[dict[str, Any]]):
         ConfigError: there is no such file, or it has no rows.
     """
 
-    names: Iterable[str] = ()
+    names: tuple[str, ...] = ()
 
     def __init__(self, path: str | Path, root: str | Path | None = None) -> None:
         self.path = Path(path)

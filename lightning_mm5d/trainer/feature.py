@@ -4,11 +4,12 @@ A feature is a package below ``features``; `config.features` lists them, and not
 
 1. check: after the core's own checks, on every process, before processes and again when the module is set up;
 2. layers, cut: on each rank of a run, while its module is cut down to what it computes;
-3. attach: when module, engine and optimizers are ready. While the run lasts, the engine and the optimization call what
+3. loading: for each dataloader that Lightning has prepared, which a module may ask for before 4;
+4. attach: when module, engine and optimizers are ready. While the run lasts, the engine and the optimization call what
    a feature has appended to their doors (`Engine.around`, `Optimization.around`). What it has put in front of an
    attribute (`sharded.removable`) is called in place of it;
-4. leave, remove: when the run has ended or failed, the latter in reverse order;
-5. finish: after a run that has not failed, when the weights are where they belong; collective.
+5. leave, remove: when the run has ended or failed, the latter in reverse order;
+6. finish: after a run that has not failed, when the weights are where they belong; collective.
 
 All ranks attach features in the order of the list, so that these may be collective. They import the core
 and never each other.

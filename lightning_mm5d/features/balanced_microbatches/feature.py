@@ -6,6 +6,8 @@ batch alone: how many rows of each packed kind it owns. So all ranks of a replic
 and weights, losses, outputs and their order are those of the batch (`data.microbatch.Dealer`).
 
 Text is no cost here: its rows are padded to one length.
+
+Before that, replicas exchange samples where the data set says what these cost (`over_replicas`).
 """
 
 from __future__ import annotations
