@@ -54,7 +54,7 @@ class BalancedMicrobatches(Feature):
         leaf = leaf_of(getattr(dataloader, "served_indices", None))
         costs = costs_of(dataloader.dataset) if type(leaf) in MOVABLE else {}
         if agreement is not None:
-            agreement.check("sample costs", {"sample_costs": digest_of(costs)})
+            agreement.check("sample costs", {"digest of sample_costs": digest_of(costs)})
         if costs:
             dataloader.served_order.exchange = Exchange(costs)
 

@@ -47,24 +47,28 @@ def costs_of(dataset: Any) -> Costs:
         return {kind: column.take(dataset.indices) for kind, column in costs_of(dataset.dataset).items()}
     said = getattr(dataset, "sample_costs", None)
     said = said() if callable(said) else said
-    by_kind = said if isinstance(said, Mapping) else {} if said is None else {"cost": said}
-    return {kind: _column(dataset, kind, column) for kind, column in by_kind.items()}
+    if said is None:
+        return {}
+    where = f"{type(dataset).__name__}.sample_costs"
+    if not isinstance(said, Mapping):
+        return {"cost": _column(where, said, len(dataset))}
+    return {kind: _column(f"{where}[{kind!r}]", column, len(dataset)) for kind, column in said.items()}
 
 
-def _column(dataset: Any, kind: str, column: Any) -> npt.NDArray[np.float64]:
+def _column(where: str, column: Any, count: int) -> npt.NDArray[np.float64]:
     try:
         values = np.asarray(column, dtype=np.float64)
     except (TypeError, ValueError):
         got = f"{type(column).__name__} that is not of numbers"
     else:
         wrong = np.flatnonzero(~np.isfinite(values) | (values < 0))
-        if values.shape != (len(dataset),):
-            got = f"{list(values.shape)} for {len(dataset)} samples"
+        if values.shape != (count,):
+            got = f"{list(values.shape)} for {count} samples"
         elif len(wrong):
             got = f"{values[wrong[0]]:g} for sample {wrong[0]}"
         else:
             return values
-    where, rule = f"{type(dataset).__name__}.sample_costs[{kind!r}]", "It has one finite number of at least 0 a sample"
+    rule = "It has one finite number of at least 0 a sample"
     raise ConfigError(where, got, rule, 'Give a list by kind, {"images": [3, 0, 1]}, or leave sample_costs out')
 
 

@@ -200,7 +200,7 @@ def test_ranks_compare_what_the_data_set_says() -> None:
             DataLoader(dataset, 4, sampler=DistributedSampler(dataset, 2, 0)), shards=[0], num_shards=2, seed=0
         )
         BalancedMicrobatches({"balance": True}).loading(loader, trainer, agreement)
-    first, same, other, none = (stated["sample_costs"] for stated in agreement.stated)
+    first, same, other, none = (stated["digest of sample_costs"] for stated in agreement.stated)
     assert first == same == digest_of({"cost": IMAGES.astype(float)})
     assert len({first, other, none}) == 3
     assert none is None
@@ -216,7 +216,7 @@ def test_costs_are_given_by_kind_or_by_a_method_and_a_subset_has_those_of_its_sa
 @pytest.mark.parametrize(
     ("costs", "got"),
     [
-        ([1.0] * 3, r"Numbers.sample_costs\['cost'\]: got '\[3\] for 4 samples'"),
+        ([1.0] * 3, r"Numbers.sample_costs: got '\[3\] for 4 samples'"),
         ({"images": [[1], [2], [3], [4]]}, r"Numbers.sample_costs\['images'\]: got '\[4, 1\] for 4 samples'"),
         ([0, 1, -2, 3], "got '-2 for sample 2'"),
         ([0, float("nan"), 2, 3], "got 'nan for sample 1'"),
