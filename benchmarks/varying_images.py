@@ -1,11 +1,15 @@
-"""A step whose samples have 0 to 30 images, log-normal: dealt to microbatches by their number, or one after the other.
+"""A step whose samples have 0 to 30 images, log-normal: dealt by their number to microbatches and replicas, or not.
 
 Layers sleep instead of computing, so that more ranks than cores show what they wait for: an encoder for each of its
-images, the language model for each microbatch. Sides take turns.
+images, the language model for each microbatch. Sides take turns. Of replicas also the images are counted.
+
+usage: python benchmarks/varying_images.py [microbatches] [replicas]
 """
 
 from __future__ import annotations
 
+import statistics
+import sys
 import time
 from functools import partial
 from typing import Any
@@ -14,13 +18,15 @@ import lightning as L
 import torch
 from sleeping import WIDTH
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from turns import Side, Turns, fit, median_ratio, milliseconds, race, row
 
 from lightning_mm5d import Modality, MultimodalStrategy
+from lightning_mm5d.features.balanced_microbatches.over_replicas import Exchange, costs_of
 
 IMAGE_S, LANGUAGE_S = 0.0006, 0.02  # of a forward on one rank, so that all have as much to do; a backward takes twice
 STEPS, BATCH, MICROBATCHES, TOKENS = 20, 64, 8, 8
+REPLICAS, COUNTED = 4, 50  # steps whose images are counted
 
 
 class _Slow(torch.autograd.Function):
@@ -90,10 +96,11 @@ def image_counts(samples: int) -> list[int]:
 
 
 class Albums(Dataset):
-    """Samples with 0 to 30 images."""
+    """Samples with 0 to 30 images, of which it says how many they are if `tells`."""
 
-    def __init__(self) -> None:
-        self.counts = image_counts(BATCH * STEPS)
+    def __init__(self, steps: int = STEPS, *, tells: bool = False) -> None:
+        self.counts = image_counts(BATCH * steps)
+        self.sample_costs = {"images": self.counts} if tells else None
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -138,10 +145,59 @@ def measure(encoders: int, stages: int) -> None:
     )
 
 
-def main() -> None:
+def _train_replicas(turns: Turns, rank: int, *, tells: bool) -> None:
+    modalities = {
+        "vision": Modality(module="vision", boundary="vision", colocate_with="language"),
+        "language": Modality(module="language", dp_size=REPLICAS),
+    }
+    strategy = MultimodalStrategy(modalities, batching={"num_microbatches": 1, "balance": True})
+    albums = Albums(tells=tells)
+    sampler = DistributedSampler(albums, REPLICAS, rank, shuffle=False)
+    loader = DataLoader(albums, batch_size=BATCH // REPLICAS, sampler=sampler, collate_fn=_collate)
+    vision, language = Tower(2, IMAGE_S, per_row=True), Tower(4, LANGUAGE_S, per_row=False)
+    fit(Album(vision, language), loader, strategy, REPLICAS, turns)
+
+
+def measure_microbatches() -> None:
+    """Print rows of a replica that deals samples to microbatches."""
     measure(1, 2)
     measure(2, 2)
 
 
+def measure_replicas() -> None:
+    """Print how busy the busiest replica is, and how long a step takes."""
+    costs = costs_of(Albums(COUNTED, tells=True))
+    given, evened, seconds = [], [], []
+    for start in range(0, BATCH * COUNTED, BATCH):
+        step = [[*range(start + replica, start + BATCH, REPLICAS)] for replica in range(REPLICAS)]
+        began = time.perf_counter()
+        after = Exchange(costs).evened(step)
+        seconds.append(time.perf_counter() - began)
+        for replicas, found in ((step, given), (after, evened)):
+            images = [costs["images"][batch].sum() for batch in replicas]
+            found.append(max(images) / statistics.mean(images))
+    row(
+        f"images of the busiest of {REPLICAS} replicas / their mean, {BATCH} samples a step, mean of {COUNTED} steps",
+        statistics.mean(evened),
+        "1.05",
+        f"worst step {max(evened):.3f}; without costs {statistics.mean(given):.3f}, {max(given):.3f}; "
+        f"{statistics.median(seconds) * 1e3:.1f} ms to deal a step",
+    )
+    sides = [Side(REPLICAS, partial(_train_replicas, tells=tells)) for tells in (True, False)]
+    on, off = race(sides[0], sides[1], STEPS)
+    row(
+        f"sleeping layers, {REPLICAS} replicas: a step with `sample_costs` / without",
+        median_ratio(on, off),
+        "0.8",
+        f"{milliseconds(on)} / {milliseconds(off)}",
+    )
+
+
+def main(names: list[str]) -> None:
+    figures = {"microbatches": measure_microbatches, "replicas": measure_replicas}
+    for name in names or figures:
+        figures[name]()
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -47,7 +47,7 @@ from lightning_mm5d.schedule import AnySchedule, Simulation, check_fields, loade
 from lightning_mm5d.trainer.checkpoint_strategy import CheckpointStrategy
 from lightning_mm5d.trainer.construction import configured, is_configured, try_configured
 from lightning_mm5d.trainer.dataloader_hooks import DataloaderHooks, put_in_no_sampler
-from lightning_mm5d.trainer.feature import made_features
+from lightning_mm5d.trainer.feature import made_features, tell_of_loader
 from lightning_mm5d.trainer.kept_shards import kept_plan, refuse_other_processes
 from lightning_mm5d.trainer.launch import ProcessLauncher
 from lightning_mm5d.trainer.other_package import check_package, explain_other_modules
@@ -395,6 +395,7 @@ class MultimodalStrategy(CheckpointStrategy):
             shares=layout.microbatches(self.num_microbatches or 1) if trainer.training and layout.deals else None,
             kept=[trainer, *module.modules()],
         )
+        tell_of_loader(self._features, dataloader, trainer, self._agreement)
         if self.microbatching == "loader" and self.num_microbatches is not None and self.num_microbatches > 1:
             return group_batches(dataloader, self.num_microbatches)
         return dataloader

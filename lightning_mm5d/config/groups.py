@@ -210,8 +210,9 @@ class BatchingOptions(Shown):
         loss_weight: what the loss of a microbatch weighs: its ``"samples"``, or its label ``"tokens"``, which makes a
             loss that is a mean over tokens equal to that of the whole batch; ``"auto"`` tells by the code of the loss
             which it is a mean over; or what a function of it returns.
-        balance: whether samples are dealt to microbatches so that each has as many images, frames and sounds to encode.
-            Losses, outputs and their order are those of the batch.
+        balance: whether samples are dealt to microbatches so that each has as many images, frames and sounds to encode,
+            and to replicas where the data set has ``sample_costs``. Losses, outputs and their order are those of the
+            batch.
     """
 
     num_microbatches: int | None = None

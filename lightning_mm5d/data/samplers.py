@@ -99,6 +99,8 @@ class ShardOrder(Sampler[Any]):
         start: where the next pass begins.
         epoch: of the order.
         drawing: entered where the first item of a pass is drawn, in place of a seed; None for a seed.
+        exchange: takes `samplers` and how many batches of each are skipped; returns what yields as many batches of as
+            many samples, after an exchange of samples with other shards. None without one.
     """
 
     def __init__(self, samplers: list[Any], seed: int, shards: Sequence[int], *, seeds_workers: bool) -> None:
@@ -110,6 +112,7 @@ class ShardOrder(Sampler[Any]):
         self.start = Start()
         self.epoch = 0
         self.drawing: Drawing | None = None
+        self.exchange: Callable[[Sequence[Any], int], Sequence[Any]] | None = None
         self.sampler = self  # where Lightning looks for `set_epoch` when this stands as the batch sampler
 
     def __getattr__(self, name: str) -> Any:
@@ -125,9 +128,12 @@ class ShardOrder(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         start, end = self.start, object()
+        samplers: Sequence[Any] = start.samplers or self.samplers
+        if self.exchange is not None:
+            samplers = self.exchange(samplers, start.skipped)
         streams = [
             itertools.islice(drawn(sampler, self.seed, self.epoch, self.drawing), start.skipped, None)
-            for sampler in start.samplers or self.samplers
+            for sampler in samplers
         ]
         for step, group in enumerate(itertools.zip_longest(*streams, fillvalue=end), start.batch):
             for shard, item in zip(self.shards, group, strict=True):
@@ -160,6 +166,7 @@ class ShardOrder(Sampler[Any]):
 
 
 _OF_ORDERS = {"samplers", "seed", "shards", "seeds_workers", "wraps_items", "start", "epoch", "drawing", "sampler"}
+_OF_ORDERS |= {"exchange"}
 
 
 def drawn(sampler: Any, seed: int, epoch: int, drawing: Drawing | None = None) -> Iterator[Any]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -273,6 +274,7 @@ class _Marks:
 
 _SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _ALIASES = {"image": "vision", "image_url": "vision"}
+_TEXT = "characters of text"
 
 
 class MessagesFile(Sequence[dict[str, Any]]):
@@ -285,9 +287,14 @@ class MessagesFile(Sequence[dict[str, Any]]):
         path: the file.
         root: the folder in which paths of the rows start; by default that of the file.
 
+    Attributes:
+        names: modalities whose items `sample_costs` counts; without any it says nothing.
+
     Raises:
         ConfigError: there is no such file, or it has no rows.
     """
+
+    names: tuple[str, ...] = ()
 
     def __init__(self, path: str | Path, root: str | Path | None = None) -> None:
         self.path = Path(path)
@@ -319,6 +326,25 @@ class MessagesFile(Sequence[dict[str, Any]]):
         if not isinstance(row, dict):
             raise ConfigError(source, row, "A row is a JSON object", 'Write {"messages": [...]}')
         return {**row, "source": source, "root": str(self.root)}
+
+    def sample_costs(self) -> dict[str, list[int]]:
+        """Return how many items of each of `names`, and how many characters of text, each row has.
+
+        It reads every row, and no item.
+
+        Raises:
+            ConfigError: a row does not fit, as `messages_of` says.
+        """
+        if not self.names:
+            return {}
+        found: dict[str, list[int]] = {kind: [] for kind in (*self.names, _TEXT)}
+        for row in self:
+            parts = [part for message in messages_of(row, self.names) for part in message.content]
+            counts = Counter(part.name for part in parts if isinstance(part, Item))
+            counts[_TEXT] = sum(len(part) for part in parts if isinstance(part, str))
+            for kind, column in found.items():
+                column.append(counts[kind])
+        return found
 
     def _array(self) -> list[Any]:
         rows = _parsed(self.path.read_bytes(), str(self.path))

@@ -104,6 +104,7 @@ class MultimodalDataModule(L.LightningDataModule):
         if name not in self._files:
             rule = f"There is no file of conversations for {name}"
             raise ConfigError(f"MultimodalDataModule.{name}", None, rule, f"Write {name}='conversations.jsonl'")
+        self._files[name].names = tuple(self.processor.processors)
         return DataLoader(
             self._files[name],  # type: ignore[arg-type]  # a sequence is a dataset
             batch_size=self.batch_size,

@@ -4,11 +4,12 @@ A feature is a package below ``features``; `config.features` lists them, and not
 
 1. check: after the core's own checks, on every process, before processes and again when the module is set up;
 2. layers, cut: on each rank of a run, while its module is cut down to what it computes;
-3. attach: when module, engine and optimizers are ready. While the run lasts, the engine and the optimization call what
+3. loading: for each dataloader that Lightning has prepared, which a module may ask for before 4;
+4. attach: when module, engine and optimizers are ready. While the run lasts, the engine and the optimization call what
    a feature has appended to their doors (`Engine.around`, `Optimization.around`). What it has put in front of an
    attribute (`sharded.removable`) is called in place of it;
-4. leave, remove: when the run has ended or failed, the latter in reverse order;
-5. finish: after a run that has not failed, when the weights are where they belong; collective.
+5. leave, remove: when the run has ended or failed, the latter in reverse order;
+6. finish: after a run that has not failed, when the weights are where they belong; collective.
 
 All ranks attach features in the order of the list, so that these may be collective. They import the core
 and never each other.
@@ -26,6 +27,7 @@ import torch
 from lightning_mm5d.checkpoint.module_state import BufferState
 from lightning_mm5d.config.features import parts
 from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
+from lightning_mm5d.engine.agreement import Agreement
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.ordered_transport import Wire
 from lightning_mm5d.engine.run_groups import Groups, RunGroups
@@ -160,6 +162,18 @@ class Feature:
             What undoes it; None where nothing was done.
         """
 
+    def loading(self, dataloader: Any, trainer: pl.Trainer, agreement: Agreement | None) -> None:
+        """A dataloader of this rank is there, from which nothing was read; all ranks come here in the same order.
+
+        Args:
+            dataloader: what `data.loader.shard_loader` returned.
+            trainer: that reads it.
+            agreement: compares statements of all ranks; None before they have met.
+
+        Raises:
+            ConfigError: the feature cannot work with these data.
+        """
+
     def attach(self, running: Running) -> Attached | None:
         """Begin on one rank of a run; None where the feature has nothing to do there."""
 
@@ -170,3 +184,11 @@ def made_features(fields: Mapping[str, Any]) -> tuple[Feature, ...]:
     Each package has a module ``feature`` with ``FEATURE``, its subclass of `Feature`.
     """
     return tuple(module.FEATURE(fields) for module in parts("feature"))
+
+
+def tell_of_loader(
+    features: Sequence[Feature], dataloader: Any, trainer: pl.Trainer, agreement: Agreement | None
+) -> None:
+    """Tell all features of a dataloader, as `Feature.loading` says."""
+    for feature in features:
+        feature.loading(dataloader, trainer, agreement)

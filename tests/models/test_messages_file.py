@@ -99,6 +99,26 @@ def test_lines_are_read_by_number_in_any_order_and_in_other_processes(tmp_path: 
     assert MessagesFile(array, root="/d")[1] == {**rows[1], "source": f"{array}, element 1", "root": "/d"}
 
 
+def test_a_row_costs_what_its_items_and_its_text_are(tmp_path: Path) -> None:
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Who?"}, {"type": "audio", "path": "a.wav"}]
+    rows: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "A cat."}]},
+        {"image": ["a.png", "b.png"], "conversations": [{"from": "human", "value": "<image><image>Say <audio"}]},
+        {"messages": [{"role": "user", "content": "<image>"}]},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    file = MessagesFile(path)
+    assert file.sample_costs() == {}
+    file.names = NAMES
+    assert file.sample_costs() == {"vision": [1, 2, 0], "audio": [1, 0, 0], "characters of text": [10, 10, 7]}
+    path.write_text(path.read_text().replace("b.png", 'b.png", "c.png'))
+    file = MessagesFile(path)
+    file.names = NAMES
+    with pytest.raises(ConfigError, match=r"rows.jsonl, line 2"):
+        file.sample_costs()
+
+
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     with pytest.raises(ConfigError, match="Check the path"):

@@ -150,6 +150,13 @@ def test_workers_load_what_one_process_loads(path: Path) -> None:
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
+def test_training_data_says_what_its_conversations_cost(path: Path) -> None:
+    loader = MultimodalDataModule(path, processor=processor(Learner().model)).train_dataloader()
+    found = loader.dataset.sample_costs()
+    assert found["vision"] == [row % 3 for row in range(12)]
+    assert sum(found["audio"]) == 3
+
+
 @pytest.mark.filterwarnings("ignore:You have overridden `on_after_batch_transfer`:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .* does not have many workers:UserWarning")
 def test_prompts_are_generated_from_and_validation_is_padded(path: Path, tmp_path: Path) -> None:

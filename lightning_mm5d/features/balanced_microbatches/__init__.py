@@ -1,1 +1,1 @@
-"""Samples are dealt to microbatches so that each has as much for every encoder to do."""
+"""Samples are dealt to microbatches and replicas so that each has as much for every encoder to do."""

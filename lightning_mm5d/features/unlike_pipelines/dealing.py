@@ -39,6 +39,10 @@ class DealtBatches(BatchSampler):
         self.shares, self.shard = tuple(shares), shard
 
     def __iter__(self) -> Iterator[list[Any]]:
+        return (step[self.shard] for step in self.of_all_replicas())
+
+    def of_all_replicas(self) -> Iterator[list[list[Any]]]:
+        """Yield the batches of all replicas, step by step."""
         samples, whole = iter(self.sampler), self.batch_size * len(self.shares)
         while step := list(itertools.islice(samples, whole)):
             if len(step) < whole and self.drop_last:
@@ -49,14 +53,14 @@ class DealtBatches(BatchSampler):
         whole, count = self.batch_size * len(self.shares), len(self.sampler)
         return count // whole if self.drop_last else -(-count // whole)
 
-    def _dealt(self, step: list[Any], whole: int) -> list[Any]:
-        """This replica's stretch; of a last step each takes its part of what is left, one sample at least."""
+    def _dealt(self, step: list[Any], whole: int) -> list[list[Any]]:
+        """The replicas' stretches; of a last step each takes its part of what is left, one sample at least."""
         step = (step * len(self.shares))[: max(len(step), len(self.shares))]
         total = sum(self.shares)
         ends = [whole * end // total for end in itertools.accumulate(self.shares, initial=0)]
         if len(step) < whole:
             ends = [0, *itertools.accumulate(shared_out(len(step), self.shares))]
-        return step[ends[self.shard] : ends[self.shard + 1]]
+        return [step[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 def deals(dataloader: object, shares: Sequence[int]) -> bool:
