@@ -184,9 +184,25 @@ def _keep_garbage_in_forks() -> None:
     """Let processes forked from now on, as workers of dataloaders, never collect what they inherit.
 
     Stores and groups of earlier runs lie in cycles. Their destructors wait for threads, which do not live on in a fork.
+    Nothing is collected either while others' functions for forks run, which may come before these in the new process.
     """
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=gc.freeze)
+    if not hasattr(os, "register_at_fork"):
+        return
+    were_on = list[bool]()  # of threads that fork at the same time each has one
+
+    def stop() -> None:
+        were_on.append(gc.isenabled())
+        gc.disable()
+
+    def go_on() -> None:
+        if were_on.pop():
+            gc.enable()
+
+    def keep() -> None:
+        gc.freeze()
+        go_on()
+
+    os.register_at_fork(before=stop, after_in_parent=go_on, after_in_child=keep)
 
 
 def connect(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -30,3 +33,33 @@ def test_a_rank_that_is_in_the_next_run_already_keeps_its_store(monkeypatch: pyt
     gc.collect()
     assert early.get("rank 1") == b"is there"
     assert rendezvous_store(environment(0), TIMEOUT).get("rank 1") == b"is there"
+
+
+COLLECTS_EARLY = """
+import gc, os
+from lightning_mm5d.trainer.process_group import _keep_garbage_in_forks
+
+class Group:
+    def __del__(self):
+        print("ends", "in the fork" if os.getpid() != first else "where it was made", flush=True)
+
+os.register_at_fork(after_in_child=lambda: (gc.set_threshold(1, 1, 1), [[] for _ in range(100)]))
+_keep_garbage_in_forks()
+first = os.getpid()
+gc.collect()
+earlier = Group()
+earlier.cycle = earlier
+del earlier
+if os.fork() == 0:
+    [[] for _ in range(100)]
+    os._exit(0 if gc.isenabled() else 1)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+assert gc.isenabled()
+gc.collect()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="there are no forks")
+def test_a_fork_never_ends_what_its_parent_has_left_also_where_other_functions_for_forks_allocate() -> None:
+    ended = subprocess.run([sys.executable, "-c", COLLECTS_EARLY], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines() == ["ends where it was made"]
