@@ -18,6 +18,7 @@ import inspect
 import math
 import runpy
 import sys
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -93,7 +94,9 @@ def train(arguments: Sequence[str]) -> None:
     contents = [_content(path) for path in configurations(arguments)[0]]
     with suppress(ArgumentError):  # which the parser tells itself
         check_early(contents, arguments[1:])
-    command_line(contents, arguments)(args=list(arguments))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # they are those of the command line
+        command_line(contents, arguments)(args=list(arguments))
 
 
 def is_elastic(arguments: Sequence[str]) -> bool:
