@@ -413,6 +413,12 @@ class MetricSync:
             for one in reversed(kept):  # a wrapper's states may be those of the metric inside
                 one.put_back()
 
+    def restart(self) -> None:
+        """Let all metrics start afresh, within `discarded`."""
+        for metric in self._metrics:
+            Kept.take(metric)
+            drop_result(metric)
+
     def kept(self) -> list[Kept]:
         """Return copies of the metrics' states, to be put back where a step must run again."""
         return [Kept.copied(metric) for metric in self._metrics]

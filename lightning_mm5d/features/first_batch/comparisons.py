@@ -71,7 +71,8 @@ def _compare_logs(step: JoinedStep, losses: Sequence[float], rounding: float) ->
         if logged is None or is_loss or not _differ(logged, values[2], rounding):
             continue
         is_sum = call[0].reduce_fx == "mean" and not _differ(values[0] + values[1], values[2], rounding)
-        what, fix = "no mean over samples", "Log a torchmetrics.Metric, which counts the batch as one"
+        is_sum = is_sum and values[1] != values[2]  # which is what earlier microbatches have left, too
+        what, fix = "no mean over samples", "Log a torchmetrics.Metric itself, which counts the batch as one"
         if is_sum:
             what, fix = "a sum over samples", 'Log a mean, or say reduce_fx="sum"'
         warnings.warn(

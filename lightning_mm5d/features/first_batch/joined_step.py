@@ -29,6 +29,7 @@ from lightning_mm5d.data.microbatch import Microbatch, with_tensors
 from lightning_mm5d.data.random_state import kept_random_state, seed_of
 from lightning_mm5d.sharded.remote_value import is_remote, plain
 from lightning_mm5d.sharded.removable import put
+from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.stage.payload import detached, tensors_in
 from lightning_mm5d.trainer.kept_values import KeptState
 from lightning_mm5d.trainer.logs import LogCall, LogOptions
@@ -98,6 +99,7 @@ class JoinedStep(UserStep):
         """Call the step; all but the second microbatch begin with the state before the step."""
         if index != 1:
             self._state.begin()
+            self._metrics.restart()
         before = _drawn()
         with ExitStack() as stack:
             begun = self._begun(index, stack)
@@ -274,11 +276,11 @@ class _Begun(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Begun:
-        return cls(tensor, _address(tensor), _version(tensor), tensor.detach().clone())
+        return cls(tensor, _address(tensor), version_of(tensor), tensor.detach().clone())
 
     def is_written(self, now: Tensor, addresses: Collection[int]) -> bool:
         """Whether `now`, which has its name after the run, is another tensor, or was written to."""
-        is_same = now is self.tensor and _address(now) == self.address and _version(now) == self.version
+        is_same = now is self.tensor and _address(now) == self.address and version_of(now) == self.version
         return not is_same or self.address in addresses
 
 
@@ -315,10 +317,6 @@ def _drawn() -> tuple[Any, ...]:
     """The states of Python's and numpy's generators."""
     state = np.random.get_state(legacy=False)["state"]
     return random.getstate(), state["pos"], state["key"].tobytes()
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _address(tensor: Tensor) -> int:

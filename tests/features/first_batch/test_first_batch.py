@@ -148,6 +148,8 @@ class Logging(Toy):
         self.log("largest", sizes.max(), reduce_fx="max")
         self.log_dict({"sum": sizes.sum(), "count": len(sizes), "root": sizes.mean() ** 0.5})
         self.log("mean that is summed", sizes.mean(), reduce_fx="sum")
+        self.log("object", self.accuracy(self(batch), batch["label"]))
+        self.log("computed", self.accuracy.compute())
         return loss
 
 
@@ -162,7 +164,7 @@ def _told_of_logs(rank: int, world: int) -> list[str]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_number_that_microbatches_log_otherwise_than_the_batch_is_told_of_once(world: int) -> None:
     said = [text for rank in call_ranks(world, _told_of_logs, world) for text in rank]
-    names = ["sum", "count", "root", "mean that is summed"]
+    names = ["sum", "count", "root", "mean that is summed", "computed"]
     assert [text.partition("'")[2].partition("'")[0] for text in said] == names
     assert all('say reduce_fx="sum"' in text for text in said[:2])
     assert all("torchmetrics.Metric" in text for text in said[2:])
