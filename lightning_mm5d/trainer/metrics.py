@@ -15,8 +15,9 @@ A stage before the last throws away what it makes of a metric. So it skips updat
 where it cannot compute with values of other ranks it gives one of these.
 
 While a schedule runs (`MetricSync.local`) a sync does nothing: a `compute()` inside a step covers what this
-replica has seen, and so does the batch value of a metric with ``dist_sync_on_step=True``. After it, metrics count the
-batch as one (`JoinedMetrics`). A metric that counts updates by a number counts microbatches.
+replica has seen, and so does the batch value of a metric with ``dist_sync_on_step=True``; where a batch has several
+microbatches, a warning tells of the former. After it, metrics count the batch as one (`JoinedMetrics`). A metric that
+counts updates by a number counts microbatches.
 
 Refuses a metric with a `process_group` of its own: which ranks hold states is the layout's business.
 
@@ -215,6 +216,10 @@ class JoinedMetrics:
             calls.by_microbatch.setdefault(index, []).append(call)
         return value
 
+    def covers_a_part(self, metric: Metric) -> bool:
+        """Whether `metric` has seen some microbatches of the batch, perhaps not all, and no call of it is running."""
+        return not self._is_inside and id(metric) in self._calls
+
     def key(self, value: Any) -> Key | None:
         """Return the call of this microbatch that gave `value`, or the last one of a metric; None without one."""
         for number, calls in self._calls.items():
@@ -291,6 +296,7 @@ class MetricSync:
         self._guard, self._thrown_away = guard, set[int]()  # ids of the metrics in a forward that changes nothing
         self._is_local = False
         self._joined: JoinedMetrics | None = None
+        self._told = set[int]()  # ids of metrics of which `_tell_of_a_part` has warned
 
     def attach(self, metrics: Iterable[Metric], trackers: Iterable[MetricTracker] = ()) -> None:
         """Replace the sync of each metric, in place and on all ranks; copies made by `deepcopy` keep it.
@@ -433,6 +439,8 @@ class MetricSync:
     ) -> None:
         """`Metric.sync` over the ranks of the layout, which `process_group` does not change."""
         if self._is_local or not should_sync:
+            if should_sync and self._joined is not None and self._joined.covers_a_part(metric):
+                self._tell_of_a_part(metric)
             return
         if is_synced(metric):
             raise TorchMetricsUserError("The Metric has already been synced.")
@@ -442,6 +450,16 @@ class MetricSync:
         if self._has_others:
             self._publish(metric)
         end_sync(metric)
+
+    def _tell_of_a_part(self, metric: Metric) -> None:
+        """Warn once of a `compute` of `metric` in a step."""
+        if id(metric) not in self._told:
+            self._told.add(id(metric))
+            warnings.warn(
+                f"{type(metric).__name__}.compute() in a step covers the microbatches so far, and gives another value "
+                "for each. Log the metric itself, call compute() and reset() in a hook, or set num_microbatches: 1.",
+                stacklevel=2,
+            )
 
     def _publish(self, metric: Metric) -> None:
         """Broadcast the states from the source; all but ranks of the last stage adopt them on their own device.
