@@ -134,8 +134,9 @@ class Kept(NamedTuple):
 
 
 def _others(metric: Metric) -> dict[str, Any]:
-    """What the metric holds beside its states, also what a forward changes for its time and an error leaves so."""
-    return {name: getattr(metric, name) for name in (*_COUNTERS, *_CHANGED_BY_FORWARD)}
+    """What the metric holds beside its states: numbers, what a forward changes for its time, and an error leaves so."""
+    numbers = [name for name, value in vars(metric).items() if type(value) in (int, float, bool)]  # as `Running` has
+    return {name: getattr(metric, name) for name in (*_COUNTERS, *_CHANGED_BY_FORWARD, *numbers)}
 
 
 def is_synced(metric: Metric) -> bool:
