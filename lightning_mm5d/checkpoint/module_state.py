@@ -13,9 +13,9 @@ shard and rows of this rank, and nothing else.
 Says which rank has the value of a buffer that several stages write.
 
 Every stage runs the user's step, up to the layer where it ends. So several ranks write a buffer that no module with
-parameters holds (a mean of features, a counter). The last of its stages runs the whole step, and its value is taken,
-unless what it wrote depends on values of other ranks. Then it is the value of a stage that made the same writes and had
-what they need. Where no rank had it, `sources` refuses the buffer by name.
+parameters holds (a mean of features, a counter). The last stage of its modality has its value, unless what that wrote
+depends on values of other ranks, or its step ends before a write. Then it is the value of a stage that made all writes
+and had what they need. Where no rank had it, `sources` refuses the buffer by name.
 """
 
 from __future__ import annotations
@@ -85,9 +85,10 @@ class BufferState:
         found: dict[str, int] = {}
         for index, name in enumerate(self._start):
             primary = self._plan.ownership.primary_ranks(name)[0]
-            writes, is_new, is_absent = by_rank[primary][index]
-            if is_absent:
-                same = [rank for rank in self._stages if by_rank[rank][index] == [writes, is_new, 0]]
+            *made, is_absent = by_rank[primary][index]
+            most = max([made, *(by_rank[rank][index][:2] for rank in self._stages)], key=lambda one: one[::-1])
+            if is_absent or made != most:  # the steps of an early stage may end before a write
+                same = [rank for rank in self._stages if by_rank[rank][index] == [*most, 0]]
                 if not same:
                     raise ConfigError(
                         name,

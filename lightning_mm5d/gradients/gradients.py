@@ -63,6 +63,12 @@ class SumGroups(NamedTuple):
     has_rows: bool
 
 
+def unfrozen(name: str) -> ConfigError:
+    """Return the error of a step that unfreezes a parameter."""
+    rule = "Ranks compute and sum the gradients of what is trained when a step begins"
+    return ConfigError(f"{name}.requires_grad", "True, set in training_step", rule, "Set it in on_train_batch_start")
+
+
 class Gradients:
     """The gradients of the parameters that this rank holds.
 
@@ -194,9 +200,7 @@ class Gradients:
             ConfigError: a parameter that the step has unfrozen.
         """
         for parameter in self._order.left_out(whole=reduction.is_whole):
-            rule = "Ranks sum the gradients of what is trained when a step begins"
-            fix = "Set it in on_train_batch_start"
-            raise ConfigError(f"{self._names[id(parameter)]}.requires_grad", "True, set in training_step", rule, fix)
+            raise unfrozen(self._names[id(parameter)])
         rows = reduction.finish(factor)
         self._order.learn(reduction.final, reduction.repeated)
         if reduction.is_whole:

@@ -204,14 +204,14 @@ class ShapeMemory:
         device = next((one.device for one in module.parameters()), CPU)
         eager = torch.compiler.set_stance("force_eager")
         quiet = unhooked(module)
-        copied = _copied_buffers(module)
+        copied = copied_buffers(module)
         memory = in_memory(module.parameters(), fill)
         with torch.no_grad(), memory, kept_random_state(device), copied, eager, quiet:
             return original(*args, **kwargs)
 
 
 @contextmanager
-def _copied_buffers(module: nn.Module) -> Iterator[None]:
+def copied_buffers(module: nn.Module) -> Iterator[None]:
     """Put copies in place of the buffers of `module` meanwhile.
 
     Values that are put back would change buffers for autograd, too, where this rank has computed with them.

@@ -19,12 +19,12 @@ are thrown away. The last one writes to the buffers, because it runs most of the
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_mm5d.sharded.remote_value import RemoteValue, make_plain
+from lightning_mm5d.stage.remote import copied_buffers
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.stage.written import StaleAttributes, Written, attributes, written
 
@@ -139,7 +139,8 @@ class Tail:
 
     def __init__(self, root: nn.Module) -> None:
         self._root, self._attributes = root, dict(vars(root))
-        self._buffers = [(buffer, buffer._version, buffer.clone()) for buffer in root.buffers()]
+        self._buffers = ExitStack()
+        self._buffers.enter_context(copied_buffers(root))
 
     def undo(self) -> None:
         """Put all back."""
@@ -149,8 +150,4 @@ class Tail:
 
     def undo_buffers(self) -> None:
         """Put the buffers back; a further pass may read the attributes."""
-        for buffer, version, before in self._buffers:
-            if isinstance(buffer, RemoteValue):
-                make_plain(buffer)
-            if buffer._version != version:
-                buffer.data.copy_(before)
+        self._buffers.close()

@@ -381,7 +381,9 @@ class _Whole:
             self.owner[...] = value
 
     def changes(self, where: str) -> list[Any] | None:
-        return ["fill", _encoded(self.owner, where)] if self._changed() else None
+        # which may be put back before it is filled
+        value = self.owner.copy() if isinstance(self.owner, set) else self.owner
+        return ["fill", _encoded(value, where)] if self._changed() else None
 
     def apply(self, change: list[Any]) -> None:
         self._fill(change[1])

@@ -15,8 +15,9 @@ A stage before the last throws away what it makes of a metric. So it skips updat
 where it cannot compute with values of other ranks it gives one of these.
 
 While a schedule runs (`MetricSync.local`) a sync does nothing: a `compute()` inside a step covers what this
-replica has seen, and so does the batch value of a metric with ``dist_sync_on_step=True``. After it, metrics count the
-batch as one (`JoinedMetrics`). A metric that counts updates by a number counts microbatches.
+replica has seen, and so does the batch value of a metric with ``dist_sync_on_step=True``; where a batch has several
+microbatches, a warning tells of the former. After it, metrics count the batch as one (`JoinedMetrics`). A metric that
+counts updates by a number counts microbatches.
 
 Refuses a metric with a `process_group` of its own: which ranks hold states is the layout's business.
 
@@ -133,8 +134,9 @@ class Kept(NamedTuple):
 
 
 def _others(metric: Metric) -> dict[str, Any]:
-    """What the metric holds beside its states, also what a forward changes for its time and an error leaves so."""
-    return {name: getattr(metric, name) for name in (*_COUNTERS, *_CHANGED_BY_FORWARD)}
+    """What the metric holds beside its states: numbers, what a forward changes for its time, and an error leaves so."""
+    numbers = [name for name, value in vars(metric).items() if type(value) in (int, float, bool)]  # as `Running` has
+    return {name: getattr(metric, name) for name in (*_COUNTERS, *_CHANGED_BY_FORWARD, *numbers)}
 
 
 def is_synced(metric: Metric) -> bool:
@@ -215,6 +217,10 @@ class JoinedMetrics:
             calls.by_microbatch.setdefault(index, []).append(call)
         return value
 
+    def covers_a_part(self, metric: Metric) -> bool:
+        """Whether `metric` has seen some microbatches of the batch, perhaps not all, and no call of it is running."""
+        return not self._is_inside and id(metric) in self._calls
+
     def key(self, value: Any) -> Key | None:
         """Return the call of this microbatch that gave `value`, or the last one of a metric; None without one."""
         for number, calls in self._calls.items():
@@ -291,6 +297,7 @@ class MetricSync:
         self._guard, self._thrown_away = guard, set[int]()  # ids of the metrics in a forward that changes nothing
         self._is_local = False
         self._joined: JoinedMetrics | None = None
+        self._told = set[int]()  # ids of metrics of which `_tell_of_a_part` has warned
 
     def attach(self, metrics: Iterable[Metric], trackers: Iterable[MetricTracker] = ()) -> None:
         """Replace the sync of each metric, in place and on all ranks; copies made by `deepcopy` keep it.
@@ -413,6 +420,12 @@ class MetricSync:
             for one in reversed(kept):  # a wrapper's states may be those of the metric inside
                 one.put_back()
 
+    def restart(self) -> None:
+        """Let all metrics start afresh, within `discarded`."""
+        for metric in self._metrics:
+            Kept.take(metric)
+            drop_result(metric)
+
     def kept(self) -> list[Kept]:
         """Return copies of the metrics' states, to be put back where a step must run again."""
         return [Kept.copied(metric) for metric in self._metrics]
@@ -427,6 +440,8 @@ class MetricSync:
     ) -> None:
         """`Metric.sync` over the ranks of the layout, which `process_group` does not change."""
         if self._is_local or not should_sync:
+            if should_sync and self._joined is not None and self._joined.covers_a_part(metric):
+                self._tell_of_a_part(metric)
             return
         if is_synced(metric):
             raise TorchMetricsUserError("The Metric has already been synced.")
@@ -436,6 +451,16 @@ class MetricSync:
         if self._has_others:
             self._publish(metric)
         end_sync(metric)
+
+    def _tell_of_a_part(self, metric: Metric) -> None:
+        """Warn once of a `compute` of `metric` in a step."""
+        if id(metric) not in self._told:
+            self._told.add(id(metric))
+            warnings.warn(
+                f"{type(metric).__name__}.compute() in a step covers the microbatches so far, and gives another value "
+                "for each. Log the metric itself, call compute() and reset() in a hook, or set num_microbatches: 1.",
+                stacklevel=2,
+            )
 
     def _publish(self, metric: Metric) -> None:
         """Broadcast the states from the source; all but ranks of the last stage adopt them on their own device.

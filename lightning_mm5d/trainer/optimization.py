@@ -311,8 +311,10 @@ class Optimization:
         """Enter around an optimizer's step, which may end early; give the closure to step with.
 
         Raises:
-            ConfigError: from the closure, when the optimizer calls it again and ranks hold parts of the parameters.
+            ConfigError: the optimizer has parameters that are new; from the closure, when the optimizer calls it again
+                and ranks hold parts of the parameters.
         """
+        self._check_known(optimizer)
         calls, has_scaler = 0, getattr(precision, "scaler", None) is not None
         with ExitStack() as stack:
             for one in self.around:
@@ -337,6 +339,21 @@ class Optimization:
         shared.stepped(parameter for group in optimizer.param_groups for parameter in group["params"])
         shared.rest()
         self.hidden.show()
+
+    def _check_known(self, optimizer: Optimizer) -> None:
+        """Refuse parameters that the module lacked when the run began, whose gradients no rank sums or publishes."""
+        if self._is_plain and self._plan.layout.size == 1:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._names:
+                    raise ConfigError(
+                        "optimizer.param_groups",
+                        f"a parameter of shape {tuple(parameter.shape)} that the module lacked when the run began",
+                        "Ranks share the parameters out before on_fit_start, and sum the gradients of these alone",
+                        "Make all layers in __init__ or configure_model, frozen until they train, or add them between "
+                        "two calls of trainer.fit",
+                    )
 
     def _common(self, loss: Any) -> Any:
         """Return the mean loss over replicas, so that an optimizer that follows it does the same on all; collective."""

@@ -29,7 +29,7 @@ from lightning_mm5d.data.batches import split_replicas
 from lightning_mm5d.data.joining import Sizes, merge
 from lightning_mm5d.data.microbatch import Microbatch, batch_samples, counted
 from lightning_mm5d.engine.engine import Ending, Engine
-from lightning_mm5d.gradients.gradients import Gradients
+from lightning_mm5d.gradients.gradients import Gradients, unfrozen
 from lightning_mm5d.gradients.parameter_hooks import published, set_aside, skipped
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.data_accesses import refused_writes
@@ -242,7 +242,9 @@ class Steps:
             if not shows_copies and casting is not None:
                 watched = casting.step()
             with set_aside(self._gradients.parameters), watched, step.backwards.refused():
-                self.run(step, self.trainable(), reduction.ending)
+                trainable = self.trainable()
+                self.run(step, trainable, reduction.ending)
+                self._check_unfrozen(trainable)
             rows = self._gradients.finish(reduction)
             if first is not None:
                 first.ran(step.runs)
@@ -280,6 +282,12 @@ class Steps:
         loss = published(result.loss.to(self._device), publish)
         outputs = _by_name(result.outputs)
         return loss if outputs is None else {**outputs, "loss": loss}
+
+    def _check_unfrozen(self, before: frozenset[str]) -> None:
+        """Refuse a step that unfreezes parameters: stages run backwards for what is trained when a step begins."""
+        new = self.trainable() - before if self._plan.topology.edges else ()
+        for name in sorted(new)[:1]:
+            raise unfrozen(name)
 
     def evaluate(self, name: str, arguments: Sequence[Any], context: Context) -> Any:
         """Run one of the other steps; return what it would have returned for the full batch, on every rank.

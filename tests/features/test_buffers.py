@@ -62,6 +62,22 @@ class Late(Counting):
         return loss
 
 
+class OfTheEncoder(Toy):
+    """Counts steps and averages weights in buffers of the encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("count", "anew", "average"):
+            self.encoder.register_buffer(name, torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.encoder.count += 1
+        self.encoder.anew = self.encoder.anew + 1
+        self.encoder.average.lerp_(self.encoder.patch.weight.detach().norm(), 0.1)
+        return loss
+
+
 def buffers_in_files(run: Run) -> dict[str, Any]:
     """Buffers in a file, after the run, and after the run was resumed."""
     module, file = Counting(), run.folder / "run.ckpt"
@@ -86,9 +102,20 @@ def late_buffers(run: Run) -> list[Tensor]:
     return [buffer.clone() for _, buffer in module.named_buffers(recurse=False)]
 
 
+def buffers_of_the_encoder(run: Run) -> list[Tensor]:
+    """They are written after the loss, where the first stage of language has ended its step."""
+    found = []
+    for steps in (1, 2):
+        module = OfTheEncoder()
+        run.trainer(max_steps=steps).fit(module, run.training())
+        found += [buffer.clone() for _, buffer in module.named_buffers()]
+    return found
+
+
 @pytest.mark.parametrize("layout", dealt(__file__, [PIPE, TOGETHER]), ids=["pipe", "together"])
 def test_buffers_are_those_of_one_process(layout: Layout, tmp_path: Path) -> None:
-    for outcome in outcomes(layout, buffers_in_files, late_buffers, folder=tmp_path, num_microbatches=1).values():
+    scenarios = buffers_in_files, late_buffers, buffers_of_the_encoder
+    for outcome in outcomes(layout, *scenarios, folder=tmp_path, num_microbatches=1).values():
         assert_same(outcome.ranks[0], outcome.one)
 
 

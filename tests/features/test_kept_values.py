@@ -17,6 +17,7 @@ from torch import Tensor
 
 from features.toys import LANGUAGE, PAIR, TWINS, VISION, Layout, Outcome, Run, Toy, assert_same, figures, outcomes
 from lightning_mm5d import Modality
+from lightning_mm5d.trainer.kept_values import KeptValues
 
 FOUR = Layout({"vision": Modality(pp_size=2, **VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 4)
 """vision: ranks 0-1 as stages; language: ranks 2-3 as stages"""
@@ -180,3 +181,16 @@ def test_a_list_that_may_tell_of_no_sample_is_told_of() -> None:
         assert_same(kept, [*outcome.one[1:]])
         assert len(told) == ends_here
         assert all("'shape'" in one and "keep a tuple" in one for one in told)
+
+
+def test_what_a_step_changes_in_place_is_there_once_it_is_put_back_and_made_again() -> None:
+    """as on ranks that share the last layers, of which the one that sends adopts what it sent"""
+    module = Plain()
+    module.ids, module.counts, module.rows, module.total = {1}, {"a": 1}, [1], np.zeros(2)
+    values = KeptValues(module)
+    module.ids.add(2)
+    module.counts["b"] = 2
+    module.rows.append(2)
+    module.total += 3.0
+    values.adopt(values.changes())
+    assert (module.ids, module.counts, module.rows, module.total.tolist()) == ({1, 2}, {"a": 1, "b": 2}, [1, 2], [3, 3])

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, PearsonCorrCoef
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, MinMaxMetric, PearsonCorrCoef
 from torchmetrics.classification import (
     BinaryAUROC,
     MulticlassAccuracy,
@@ -27,7 +27,8 @@ from torchmetrics.classification import (
 )
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.trainer.metrics import MetricSync
+from lightning_mm5d.sharded.remote_value import Guard
+from lightning_mm5d.trainer.metrics import JoinedMetrics, MetricSync
 from ranks import run_ranks
 
 LIMIT_S = 60.0  # wall clock of the launch; a deadlock ends here
@@ -309,6 +310,22 @@ def test_sync_on_step_is_warned_about_and_does_nothing_in_a_schedule(alone: Metr
         assert metric(3.0) == 3.0
         assert metric(5.0) == 5.0
     assert metric.compute() == 4.0
+
+
+def test_a_compute_in_a_step_is_told_of_where_it_covers_some_microbatches_alone(alone: MetricSync) -> None:
+    sync = MetricSync(loss_group=None, is_last=True, world_src=0, guard=Guard(str))
+    metric, other = MeanMetric(), MinMaxMetric(MeanMetric())
+    sync.attach([metric, other, other._base_metric])
+    with sync.local(JoinedMetrics(lambda: 0)):  # forwards compute, too
+        metric(torch.tensor([3.0]))
+        other(torch.tensor([3.0]))
+        with pytest.warns(UserWarning, match=r"MeanMetric\.compute\(\) in a step covers the microbatches so far"):
+            metric.compute()
+        metric.update(torch.tensor([5.0]))
+        metric.compute()
+    with sync.local():
+        metric.update(torch.tensor([5.0]))
+        other._base_metric.compute()
 
 
 def test_a_metric_with_its_own_process_group_is_refused(alone: MetricSync) -> None:

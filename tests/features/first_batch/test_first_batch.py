@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 import warnings
@@ -18,7 +19,8 @@ from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
 from features.toys import CLASSES, PAIR, WIDTH, Layout, Run, Toy, alone
-from lightning_mm5d.features.first_batch import FirstBatchChecks
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.features.first_batch.feature import FirstBatchChecks
 from ordinary.uses import Memory
 from ranks import call_ranks
 
@@ -146,6 +148,8 @@ class Logging(Toy):
         self.log("largest", sizes.max(), reduce_fx="max")
         self.log_dict({"sum": sizes.sum(), "count": len(sizes), "root": sizes.mean() ** 0.5})
         self.log("mean that is summed", sizes.mean(), reduce_fx="sum")
+        self.log("object", self.accuracy(self(batch), batch["label"]))
+        self.log("computed", self.accuracy.compute())
         return loss
 
 
@@ -160,7 +164,7 @@ def _told_of_logs(rank: int, world: int) -> list[str]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_number_that_microbatches_log_otherwise_than_the_batch_is_told_of_once(world: int) -> None:
     said = [text for rank in call_ranks(world, _told_of_logs, world) for text in rank]
-    names = ["sum", "count", "root", "mean that is summed"]
+    names = ["sum", "count", "root", "mean that is summed", "computed"]
     assert [text.partition("'")[2].partition("'")[0] for text in said] == names
     assert all('say reduce_fx="sum"' in text for text in said[:2])
     assert all("torchmetrics.Metric" in text for text in said[2:])
@@ -257,6 +261,115 @@ def test_a_buffer_in_which_microbatches_leave_something_else_than_the_batch_is_t
     assert "the buffer 'encoder.projector.1.counted' (and 1 more)" in said[0]
 
 
+class Averaging(Toy):
+    """Writes to a buffer, or to a frozen copy of the head, as a function of the name in `WRITES` or `STEADY` does."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.write = (WRITES | STEADY | TEACHERS)[name]
+        self.register_buffer("average", self.decoder.head.weight.detach().clone())
+        self.register_buffer("other", self.decoder.head.weight.detach().clone())
+        self.teacher = copy.deepcopy(self.decoder.head).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        with torch.no_grad():
+            self.write(self, self.decoder.head.weight.detach(), batch["images"])
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 2))
+        return [optimizer], [{"scheduler": warm_up, "interval": "step"}]
+
+
+def _rebound(module: Averaging, weight: Tensor, images: Tensor) -> None:
+    module.average = 0.9 * module.average + 0.1 * weight
+
+
+def _delayed(module: Averaging, weight: Tensor, images: Tensor) -> None:
+    module.other.copy_(module.average)
+    module.average.copy_(weight)
+
+
+def _once(module: Averaging, weight: Tensor, images: Tensor) -> None:
+    if not module.average.any():
+        module.average.copy_(weight)
+
+
+WRITES: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "multiplied and added": lambda m, weight, _: m.average.mul_(0.9).add_(weight, alpha=0.1),
+    "slow": lambda m, weight, _: m.average.mul_(0.9999).add_(weight, alpha=1e-4),
+    "lerp_": lambda m, weight, _: m.average.lerp_(weight, 0.01),
+    "foreach": lambda m, weight, _: torch._foreach_lerp_([m.average], [weight], 0.01),
+    "of data": lambda m, weight, _: m.average.data.lerp_(weight, 0.01),
+    "data put anew": lambda m, weight, _: setattr(m.average, "data", 0.9 * m.average + 0.1 * weight),
+    "rows": lambda m, weight, _: m.average[1:].lerp_(weight[1:], 0.01),
+    "put anew": _rebound,
+    "copied": lambda m, weight, _: m.average.copy_(0.9 * m.average + 0.1 * weight),
+    "of another buffer": lambda m, weight, _: m.average.lerp_(m.other, 0.01),
+    "one step late": _delayed,
+    "of the batch": lambda m, weight, images: m.average.lerp_(weight * (1 + images.mean()), 0.01),
+}
+STEADY: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "a copy": lambda m, weight, _: m.average.copy_(weight),
+    "a copy put anew": lambda m, weight, _: setattr(m, "average", weight.clone()),
+    "a constant": lambda m, *_: m.average.fill_(0.5),
+    "normalised": lambda m, *_: m.average.copy_(F.normalize(m.average)),
+    "a largest value": lambda m, weight, images: m.average.copy_(torch.maximum(m.average, images.max())),
+    "a sum over samples": lambda m, weight, images: m.average.add_(images.sum()),
+    "once": _once,
+    "clamped": lambda m, *_: m.average.clamp_(-1, 1),
+    "read": lambda m, weight, _: m.average + weight,
+    "a frozen weight that is clamped": lambda m, *_: m.teacher.weight.clamp_(-9, 9),
+}
+TEACHERS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "lerp_ of a teacher": lambda m, weight, _: m.teacher.weight.lerp_(weight, 0.01),
+    "data of a teacher": lambda m, weight, _: m.teacher.weight.data.mul_(0.75).add_(weight, alpha=0.25),
+    "data of a teacher put anew": lambda m, weight, _: setattr(
+        m.teacher.weight, "data", m.teacher.weight.lerp(weight, 0.5)
+    ),
+}
+
+
+def _told_of_writes(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
+    found = {}
+    for name in names:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run, module = Run(LAYOUTS[world]), Averaging(name)
+            try:
+                run.trainer(max_steps=2, use_distributed_sampler=False).fit(module, run.loader(16))
+            except ConfigError as error:
+                found[name] = [str(error)]
+                continue
+        found[name] = [text for one in caught if "is written for each microbatch" in (text := str(one.message))]
+    return found
+
+
+def test_an_average_that_begins_as_what_it_averages_is_told_of() -> None:
+    """all: rank 0; the weights change in no first step"""
+    said = call_ranks(1, _told_of_writes, 1, [*WRITES])[0]
+    for name, texts in said.items():
+        assert len(texts) == 1, name
+        assert re.search("the buffer '(average|other)'( \\(and 1 more\\))? is written for each microbatch", texts[0])
+
+
+def test_what_is_written_as_often_as_one_likes_is_not_told_of() -> None:
+    """all: rank 0"""
+    assert call_ranks(1, _told_of_writes, 1, [*STEADY])[0] == {name: [] for name in STEADY}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_teacher_that_begins_as_a_copy_and_is_written_in_the_step_is_refused_on_all_ranks(world: int) -> None:
+    """all: rank 0 | vision: rank 0, language: rank 1"""
+    for said in call_ranks(world, _told_of_writes, world, [*TEACHERS][: 3 if world == 1 else 1]):
+        for name, texts in said.items():
+            assert len(texts) == 1, name
+            assert "a write to" in texts[0]
+            assert "The step runs 2 times a batch" in texts[0]
+
+
 class Filing(Toy):
     """Writes a line for each microbatch of a test, into a file that it opens or has open, and logs a sum."""
 
@@ -283,7 +396,7 @@ class Filing(Toy):
 
 
 def _lines(rank: int, folder: str, is_open: bool) -> tuple[list[str], list[str]]:
-    with patch("lightning_mm5d.features.first_batch._log.info") as info, warnings.catch_warnings():
+    with patch("lightning_mm5d.features.first_batch.feature._log.info") as info, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's, of sync_dist, which comes once in a process
         run = Run(ALONE)
         run.trainer().test(Filing(folder, is_open=is_open), run.loader(16), verbose=False)
@@ -304,7 +417,7 @@ def test_a_step_that_writes_to_a_file_writes_each_line_once_and_is_said_not_to_b
 def _unchecked(rank: int, world: int) -> dict[str, list[str]]:
     found = {}
     for name, count in (("a mean", 2), ("a sum with noise", 2), ("a sum with noise", 1), ("code for four samples", 2)):
-        with patch("lightning_mm5d.features.first_batch._log.info") as info, warnings.catch_warnings():
+        with patch("lightning_mm5d.features.first_batch.feature._log.info") as info, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             run = Run(LAYOUTS[world], {"num_microbatches": count})
             run.trainer(max_steps=2, use_distributed_sampler=False).fit(Lossy(name), run.loader(16, 4 * count))

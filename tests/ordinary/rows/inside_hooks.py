@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from features.toys import WIDTH
+from features.toys import CLASSES, WIDTH
 from ordinary.uses import Ordinary, Run, fitted, row
 
 SECTION = "Written by hand in hooks"
@@ -90,6 +90,31 @@ class PenaltyGrad(Ordinary):
         weight = self.decoder.head.weight
         (gradient,) = torch.autograd.grad((weight**2).sum(), weight)
         weight.grad.add_(gradient, alpha=0.01)
+
+
+@row(SECTION, "the head is replaced in `on_train_epoch_start`, and joins by `add_param_group`")
+def replaced(run: Run) -> dict[str, Any]:
+    class Replaces(Ordinary):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                torch.manual_seed(5)
+                self.decoder.head = nn.Linear(WIDTH, CLASSES).double()
+                self.optimizers().optimizer.add_param_group({"params": [*self.decoder.head.parameters()]})
+
+    return fitted(run, Replaces(), max_epochs=2)
+
+
+@row(SECTION, "the encoder trains in every second batch: `requires_grad_` in `on_train_batch_start`")
+class TurnsInHook(Ordinary):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.encoder.requires_grad_(batch_idx % 2 == 0)
+
+
+@row(SECTION, "the encoder trains in every second batch: `requires_grad_` in `training_step`")
+class TurnsInStep(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.encoder.requires_grad_(batch_idx % 2 == 0)
+        return self.loss(batch)
 
 
 @row(SECTION, "`parameters_to_vector` and `vector_to_parameters`")

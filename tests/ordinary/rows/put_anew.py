@@ -6,6 +6,7 @@ import copy
 from collections import deque
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -38,10 +39,10 @@ class Shown(Ordinary):
 
 
 def plain(value: Any) -> Any:
-    """Tensors and arrays as lists."""
+    """Tensors, arrays and sets as lists."""
     if isinstance(value, dict):
         return {key: plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple | deque):
+    if isinstance(value, list | tuple | deque | set):
         return [plain(one) for one in value]
     return value.tolist() if hasattr(value, "tolist") else value
 
@@ -119,3 +120,24 @@ kept("the last three means of logits: `append` and `pop(0)`", popped, "history",
 kept("`self.texts = [...]`, a text a sample, read in a hook", text_of, "texts")
 MICROBATCHES = {name: "the step runs once for each microbatch" for name in ("split", "pp")}
 kept("`self.smooth = 0.9 * self.smooth + 0.1 * value`", smoothed, "smooth", **MICROBATCHES)
+
+
+def in_set(self: Any, batch: Any, logits: Tensor) -> None:
+    self.ids.update(batch["label"].tolist())
+
+
+kept("labels in a set: `self.ids.update(...)`, read in a hook", in_set, "ids", set())
+
+
+@row(
+    SECTION, "samples are counted in a buffer of the encoder after the layers: `self.encoder.count += ...`", differs=OWN
+)
+class Counted(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.encoder.count += len(batch["label"])
+        return loss

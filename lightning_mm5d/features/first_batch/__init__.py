@@ -1,0 +1,1 @@
+"""Compares what first batches give with what their microbatches give: losses, logs, results and buffers."""

@@ -1,0 +1,183 @@
+"""Compares what first batches give with what their microbatches give: losses, logged numbers and results of steps.
+
+It warns where the loss of the first training batch is not the mean of its microbatches' losses, and where a training,
+validation or test step logs or returns something else for a batch than what is made of its microbatches. It also
+refuses a training step that writes to frozen weights, which would write for each microbatch and stage.
+
+A schedule trains the weighted mean of the losses of microbatches. That is the loss of the batch only where this is a
+mean over samples, or over what ``loss_weight`` counts: not a sum, not a comparison of samples with each other, not
+what batch statistics or counters change. Nobody would see the difference in a falling loss. Nor would anybody see that
+a logged count is halved, or that one number for each class is taken for one row for each sample, because there are by
+chance as many. Phases, once in a run for each step and dataloader, after the first batch:
+
+1. Each stage runs, without gradients, the first two microbatches, both as one, and the first one again
+   (`joined_step.py`).
+2. The first rank where the first replica's step ends compares (`comparisons.py`); where the first microbatch has two
+   losses, nothing.
+3. What the runs have changed is put back: buffers, attributes, metrics, parameters, random generators.
+4. Where a training step has written to buffers or frozen weights, all of it once more: these begin with other values,
+   so that averages of weights show which begin as a copy of them.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Collection, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.data.batches import split_replicas
+from lightning_mm5d.data.microbatch import Microbatch
+from lightning_mm5d.features.first_batch.comparisons import SEE, compare, tell_of_buffers, unlike_buffers
+from lightning_mm5d.features.first_batch.joined_step import JoinedStep, put_back
+from lightning_mm5d.sharded.collectives import message_device
+from lightning_mm5d.sharded.remote_value import is_remote, plain
+from lightning_mm5d.trainer.feature import Attached, Feature, Running
+from lightning_mm5d.trainer.steps import FirstBatch
+
+_NORMED = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
+_log = logging.getLogger("lightning.pytorch")  # shows what it is told, where Lightning does
+
+
+class FirstBatchChecks(Feature):
+    """Looks at the first batch of each fit that begins with untrained weights, and at the first of each evaluation."""
+
+    def attach(self, running: Running) -> Attached:
+        """Watch the first step of each kind."""
+        return _Checks(running)
+
+
+class _Checks(Attached):
+    def __init__(self, running: Running) -> None:
+        self._module, self._device, self._layout = running.module, running.device, running.plan.layout
+        self._rank, self._ownership = running.rank, running.plan.ownership
+        self._frozen = dict[str, Tensor]()
+        self._steps = running.steps
+        self.put_attribute(running.steps, "first", self)
+
+    def begin(self, *, is_gathered: bool) -> None:
+        """Keep the norms of frozen parameters."""
+        self._frozen = {} if is_gathered else self._norms()
+
+    def _norms(self) -> dict[str, Tensor]:
+        """Return the norms of the frozen parameters that this rank has."""
+        with plain():
+            named = self._module.named_parameters(remove_duplicate=False)
+            found = {name: p for name, p in named if not (p.requires_grad or is_remote(p))}
+            found = {name: p for name, p in found.items() if p.dtype in _NORMED and p.layout == torch.strided}
+            norms = torch._foreach_norm([p.detach() for p in found.values()]) if found else ()
+        return dict(zip(found, norms, strict=True))
+
+    def ran(self, runs: int) -> None:
+        """Refuse, on all ranks, a step that writes to frozen weights (a momentum encoder's) and runs several times."""
+        before, self._frozen = self._frozen, {}
+        after = self._norms() if before and runs > 1 else {}
+        self._refuse([name for name in before if name in after and bool(before[name] != after[name])], runs)
+
+    def _refuse(self, changed: Collection[str], runs: int) -> None:
+        """Refuse on all ranks that `runs` of the step on any have changed frozen weights."""
+        most = torch.tensor(runs if changed else 0, device=message_device(self._device))
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        if most:
+            raise ConfigError(
+                "training_step",
+                f"a write to {min(changed)!r}" if changed else "a write to a frozen parameter of another rank",
+                f"The step runs {int(most)} times a batch, for each microbatch and stage, and would write as often",
+                "Write in on_train_batch_start or on_train_batch_end, which run once and see all weights",
+            )
+
+    def stepped(self, first: FirstBatch) -> None:
+        """Compare, if all ranks can, what two microbatches give with what both as one give; or say why not."""
+        joined = self._joined(first) if first.counts and not first.is_gathered else {}
+        lacking = torch.tensor(len(first.parts) - len(joined), device=message_device(self._device))
+        dist.all_reduce(lacking, dist.ReduceOp.MAX)
+        why = self._why_lacking(first) if lacking else self._compares(first, joined)
+        is_told = self._steps.writes and any(len(found) > 1 for found in first.parts.values())
+        if why and first.counts and is_told:
+            of_step = "the loss of a batch is the mean of its microbatches' losses"
+            if first.name != "training_step":
+                of_step = f"{first.name} logs and returns of a batch what is made of its microbatches"
+            _log.info(f"Not checked: whether {of_step}, because {why}. {SEE}")
+
+    def _joined(self, first: FirstBatch) -> dict[int, list[Microbatch]]:
+        """Return the first two microbatches, both as one and the first again, of replicas where these are known."""
+        batch_parts = self._steps.batch_parts
+        is_equal = self._layout.num_replicas == 1 or batch_parts.is_equal_everywhere()
+        if batch_parts.is_compiled or not is_equal or self._has_file():
+            return {}
+        batches = zip(first.parts.items(), split_replicas(first.batch, len(first.parts)), strict=True)
+        joined = {number: (found, batch_parts.joined(one, found)) for (number, found), one in batches}
+        return {number: [*found[:2], both, found[0]] for number, (found, both) in joined.items() if both is not None}
+
+    def _has_file(self) -> bool:
+        """Whether a module keeps an open file, to which its step may write."""
+        return any(isinstance(one, io.IOBase) for module in self._module.modules() for one in vars(module).values())
+
+    def _compares(self, first: FirstBatch, joined: Mapping[int, list[Microbatch]]) -> str:
+        """Run the joined step, and compare; return what stood in the way, "" for nothing."""
+        step = self._run(first, joined)
+        if self._steps.writes:
+            compare(self._module, step)
+        if first.name == "training_step":
+            self._compare_buffers(first, joined, step)
+        if step.opens:
+            return f"{first.name} opens a file to write it"
+        return f"{first.name} draws random numbers, or fails on a batch of another size" if step.fails else ""
+
+    def _run(
+        self, first: FirstBatch, joined: Mapping[int, list[Microbatch]], others: Collection[str] = ()
+    ) -> JoinedStep:
+        """Run the step on both microbatches and on both as one; `others` begin with other values than they have."""
+        writes, self._steps.writes = self._steps.writes, False
+        given = self._module, first.name, first.arguments, joined, first.weights
+        try:
+            with put_back(self._module, self._device) as state:
+                step = JoinedStep(*given, state=state, others=others, **first.options)
+                with step.uncounted():
+                    self._steps.run(step, frozenset())
+                    step.keep_logs()
+        finally:
+            self._steps.writes = writes
+        return step
+
+    def _compare_buffers(self, first: FirstBatch, joined: Mapping[int, list[Microbatch]], step: JoinedStep) -> None:
+        """Compare what is left in buffers, and in frozen weights, on all ranks if any has written to such."""
+        unlike = self._unlike(step)
+        with plain():
+            parameters = dict(self._module.named_parameters())
+            tensors = {**parameters, **dict(self._module.named_buffers())}
+        written = set() if step.fails else {name for name in step.written if tensors[name].is_floating_point()}
+        unseen = torch.tensor(any(map(self._is_primary, written - unlike)), device=message_device(self._device)).int()
+        dist.all_reduce(unseen, dist.ReduceOp.MAX)
+        if unseen:
+            unlike |= self._unlike(self._run(first, joined, written))
+            self._refuse(unlike & parameters.keys(), max(map(len, first.parts.values()), default=0))
+        tell_of_buffers(unlike)
+
+    def _unlike(self, step: JoinedStep) -> set[str]:
+        """Return what this rank saves, and microbatches leave otherwise than both as one."""
+        # a replica of an encoder that takes turns with others runs a part of these
+        if step.fails or not step.buffers.keys() >= {0, 1, 2}:
+            return set()
+        return {name for name in unlike_buffers(self._module, step) if self._is_primary(name)}
+
+    def _is_primary(self, name: str) -> bool:
+        """Whether the value that is saved of a buffer or parameter is that of this rank."""
+        return self._ownership.primary_ranks(name)[:1] == (self._rank,)
+
+    def _why_lacking(self, first: FirstBatch) -> str:
+        """Say why two microbatches and both as one are not known, or must not run."""
+        if first.is_gathered:
+            return "parameters are gathered within a step (zero_stage: 3)"
+        if self._steps.batch_parts.is_compiled:
+            return "modules are compiled"
+        if self._has_file():
+            return "a module keeps an open file"
+        return "two of them cannot be joined to one, or replicas may have batches of unlike sizes"
+
+
+FEATURE = FirstBatchChecks
