@@ -1,7 +1,7 @@
 """All ranks begin a batch together: they agree on which batch it is, and on whether SIGTERM has come to any of them.
 
-After a batch they agree on whether to validate, where `Trainer(val_check_interval=...)` is a time: each rank has a clock
-of its own.
+Where `Trainer(val_check_interval=...)` is a time, they agree after a batch on whether to validate: each rank has a
+clock of its own.
 
 Lightning broadcasts inside of its handler of SIGTERM. That meets whatever collective its rank was in, and may deadlock
 with it or take its place. Here the handler notes the signal only. The ranks agree at the start of each batch, where
