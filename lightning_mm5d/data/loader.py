@@ -53,6 +53,7 @@ from lightning_mm5d.data.samplers import (
 )
 
 _Loader = TypeVar("_Loader")
+_BASES = "_mm5d_bases"  # of a class that is made here
 
 
 def shard_loader(
@@ -181,9 +182,16 @@ def group_batches(dataloader: Any, count: int) -> Any:
 def _copied(dataloader: Any, iteration: type) -> Any:
     """Return a copy with all arguments and attributes, of a class with `iteration` before the user's own."""
     cls = type(dataloader)
-    loader: Any = object.__new__(type(cls.__name__, (iteration, cls), {"__module__": cls.__module__}))
+    loader = _empty_loader(iteration, *vars(cls).get(_BASES, (cls,)))
     vars(loader).update(vars(dataloader))
     return loader
+
+
+def _empty_loader(*bases: type) -> Any:
+    """Return a loader without attributes, of a class that is pickled as what it is made of: the user's comes last."""
+    own = bases[-1]
+    reduced = {"__reduce__": lambda loader: (_empty_loader, bases, loader.__getstate__()), _BASES: bases}
+    return object.__new__(type(own.__name__, bases, {"__module__": own.__module__, **reduced}))
 
 
 class _ShardIteration(Resumable):

@@ -37,6 +37,7 @@ MOVABLE = (DistributedSampler, UnrepeatedDistributedSampler, *WRAPPERS)
 
 
 Drawing = Callable[[], AbstractContextManager[None]]
+_WRAPPER: Any = private(distributed, "_IndexBatchSamplerWrapper")
 
 
 class SeededBatch(list[Any]):
@@ -315,20 +316,17 @@ def drawing_from(moved: Any, loader: DataLoader[Any], indices: Any, leaf: Any) -
 
 def for_predictions(indices: Any, order: ShardOrder) -> Any:
     """Return `order`, wrapped where `indices` is: Lightning reads the indices of predictions from the wrapper."""
-    wrapper: Any = private(distributed, "_IndexBatchSamplerWrapper")
-    if not isinstance(indices, wrapper):
-        return order
+    return PlainIndices(order) if isinstance(indices, _WRAPPER) else order
 
-    class PlainIndices(wrapper):
-        """Shows plain lists to prediction writers, which save them."""
 
-        def __next__(self) -> Any:
-            batch = super().__next__()
-            if isinstance(batch, SeededBatch):
-                self.seen_batch_indices[-1] = list(batch)
-            return batch
+class PlainIndices(_WRAPPER):
+    """Shows plain lists to prediction writers, which save them."""
 
-    return PlainIndices(order)
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        if isinstance(batch, SeededBatch):
+            self.seen_batch_indices[-1] = list(batch)
+        return batch
 
 
 def unservable(got: Any, rule: str, fix: str) -> ConfigError:

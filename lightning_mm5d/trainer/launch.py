@@ -40,6 +40,7 @@ from typing import Any, Literal, Protocol, cast
 
 import lightning
 import lightning.fabric.utilities.distributed as fabric_distributed
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
@@ -185,12 +186,19 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._strategy = strategy
 
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        """Whether no script must be started again: there is one rank."""
+        return self.num_processes * self.num_nodes == 1
+
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         _validate(self._strategy, trainer, args[1:])
         _choose_port(self.cluster_environment)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if not self.cluster_environment.creates_processes_externally:
+        # a rank alone gets no variables either, by which a later trainer would take itself for one of several
+        if not self.is_interactive_compatible and not self.cluster_environment.creates_processes_externally:
             rank = self._strategy.node_rank * self.num_processes
             os.environ[LAUNCHED_BY] = f"{os.getpid()} {rank}"  # for the children alone
             try:
@@ -212,6 +220,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         strategy = cast(LaunchedStrategy, self._strategy)
         _validate(strategy, trainer, args[1:])
         assert strategy.cluster_environment is not None
+        _end_run_of_one_rank(strategy.num_nodes)
         _choose_port(strategy.cluster_environment)
         with Reports(self) as reports:
             guarded = partial(_run, strategy, function, trainer, reports.writer)
@@ -392,6 +401,14 @@ def _validate(strategy: LaunchedStrategy, trainer: Trainer | None, data: tuple[A
         check_package("callbacks", vars(trainer)["callbacks"])
         check_tuners(vars(trainer)["callbacks"], trainer.world_size)
     strategy.validate_before_launch(module, *data, callbacks=() if trainer is None else vars(trainer)["callbacks"])
+
+
+def _end_run_of_one_rank(num_nodes: int) -> None:
+    """End the group of an earlier run in this process: forked ranks would take it, and its store, for their own."""
+    if dist.is_initialized() and dist.get_world_size() == 1:
+        dist.destroy_process_group()
+        if num_nodes == 1:
+            os.environ.pop("MASTER_PORT", None)  # of that store
 
 
 def _choose_port(environment: ClusterEnvironment) -> None:

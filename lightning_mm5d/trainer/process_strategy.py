@@ -26,7 +26,8 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins import AsyncCheckpointIO, Precision
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.io import wrapper
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
@@ -192,8 +193,8 @@ class ProcessStrategy(ParallelStrategy, ABC):
         """What writes and reads full checkpoints: verified files, unless the trainer was given a plugin."""
         if self._file_io is None:
             self._file_io = FullFileIO()
-        elif isinstance(self._file_io, AsyncCheckpointIO) and self._file_io.checkpoint_io is None:
-            self._file_io.checkpoint_io = FullFileIO()
+        elif isinstance(self._file_io, private(wrapper, "_WrappingCheckpointIO")):
+            self._file_io.checkpoint_io = FullFileIO()  # where the innermost wrapper has none, as its setter knows
         return self._file_io
 
     @checkpoint_io.setter

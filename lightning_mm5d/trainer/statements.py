@@ -37,6 +37,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_mm5d.config.errors import private
 from lightning_mm5d.config.features import FEATURES
 from lightning_mm5d.config.groups import OF_STRATEGY, names_of
 from lightning_mm5d.config.modality import Modality
@@ -66,7 +67,6 @@ _TRAINER = (
     "num_sanity_val_steps",
     "overfit_batches",
     "precision",
-    "val_check_interval",
 )
 _SET_BY_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 # those that work together over all ranks; others, such as progress bars, may be those of one rank
@@ -99,6 +99,8 @@ def configuration(strategy: object, trainer: pl.Trainer, module: pl.LightningMod
                 found |= _flat(field, getattr(strategy, name))
                 break
     found |= {f"Trainer.{name}": _plain(getattr(trainer, name)) for name in _TRAINER}
+    by_time = private(trainer, "_val_check_time_interval")  # without it `val_check_interval` counts batches
+    found["Trainer.val_check_interval"] = _plain(trainer.val_check_interval if by_time is None else f"{by_time} s")
     callbacks = [callback for callback in vars(trainer)["callbacks"] if isinstance(callback, _COLLECTIVE)]
     found |= {
         "LightningModule": type(module).__qualname__,

@@ -1,5 +1,8 @@
 """All ranks begin a batch together: they agree on which batch it is, and on whether SIGTERM has come to any of them.
 
+Where `Trainer(val_check_interval=...)` is a time, they agree after a batch on whether to validate: each rank has a
+clock of its own.
+
 Lightning broadcasts inside of its handler of SIGTERM. That meets whatever collective its rank was in, and may deadlock
 with it or take its place. Here the handler notes the signal only. The ranks agree at the start of each batch, where
 Lightning asks rank 0; then all of them raise `SIGTERMException` at the same place, so that callbacks can still save.
@@ -12,8 +15,10 @@ replica that have read different samples (see `BatchProof`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -25,6 +30,8 @@ from lightning_mm5d.config.errors import RankMismatchError, private
 from lightning_mm5d.monitor.verdict import named
 from lightning_mm5d.trainer.checkpoints import Checkpoints
 from lightning_mm5d.trainer.guard import position
+
+_VALIDATES = "_should_check_val_fx"
 
 
 class BatchProof(Protocol):
@@ -82,11 +89,14 @@ class Turns:
         """Begin; before Lightning registers its handlers."""
         vars(self._connector)["_sigterm_notifier_fn"] = self.note_sigterm
         vars(self._loop)["_broadcast_sigterm_tensor"] = self.begin_batch
+        if self._group is not None and private(self._trainer, "_val_check_time_interval") is not None:
+            vars(self._loop)[_VALIDATES] = partial(self._any_validates, private(self._loop, _VALIDATES))
 
     def detach(self) -> None:
         """Give Lightning its own back."""
         vars(self._connector).pop("_sigterm_notifier_fn", None)
         vars(self._loop).pop("_broadcast_sigterm_tensor", None)
+        vars(self._loop).pop(_VALIDATES, None)
 
     def note_sigterm(self, signum: int, frame: FrameType | None) -> None:
         """Note the signal, and pass it on to processes that this one started."""
@@ -135,6 +145,12 @@ class Turns:
         """
         if self.proof is not None:
             self.proof.compare(self._group)
+
+    def _any_validates(self, is_due: Callable[[Any], bool], data_fetcher: Any) -> bool:
+        """Return whether `is_due` says of any rank that it is to validate now; collective."""
+        due = torch.tensor(int(is_due(data_fetcher)), device=self._device)
+        dist.all_reduce(due, dist.ReduceOp.MAX, group=self._group)
+        return bool(due)
 
     def _agreed(self, epoch: int, batch: int) -> int | None:
         """Return a rank that was told to terminate; None where none was."""

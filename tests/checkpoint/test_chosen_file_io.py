@@ -27,3 +27,6 @@ def test_a_plugin_of_the_user_takes_the_place_of_verified_files() -> None:
     assert type(delayed.checkpoint_io) is FullFileIO
     inner = AsyncCheckpointIO(own)
     assert _chosen(inner).checkpoint_io is own
+    outer = AsyncCheckpointIO(AsyncCheckpointIO())
+    assert _chosen(outer) is outer
+    assert type(outer.checkpoint_io.checkpoint_io) is FullFileIO

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any, cast
 
 import lightning as L
@@ -9,7 +11,7 @@ import torch
 from lightning.pytorch.overrides import distributed
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
-from lightning_mm5d.data.loader import shard_loader
+from lightning_mm5d.data.loader import group_batches, shard_loader
 from lightning_mm5d.trainer.resume import Resume
 
 
@@ -67,6 +69,17 @@ def test_a_data_set_without_batches_stays_the_users_own() -> None:
         read.append(torch.stack(list(loader)))
     assert torch.equal(*read)
     assert read[0].min() >= 5
+
+
+def test_a_loader_of_a_trainer_that_is_saved_or_copied_reads_the_same() -> None:
+    wrapper = cast(Any, distributed)._IndexBatchSamplerWrapper(BatchSampler(SequentialSampler(range(8)), 2, False))
+    loader = _alone(DataLoader(Noisy(), batch_size=2, shuffle=True))
+    loaders = [loader, group_batches(loader, 2), _alone(DataLoader(Noisy(), batch_sampler=wrapper))]
+    for own in loaders:
+        copies = [pickle.loads(pickle.dumps(own)), copy.deepcopy(own)]
+        assert all(isinstance(one, DataLoader) for one in copies)
+        expected, *read = ([str(batch) for batch in one] for one in (own, *copies))
+        assert read == [expected, expected]
 
 
 def test_predictions_show_plain_lists_of_indices() -> None:

@@ -295,3 +295,36 @@ def test_cli_distributed_save_config_callback(tmp_path: Path, layout: str, monke
     with pytest.raises(RankLostError, match="Error on fit start"):
         LightningCLI(EarlyExitTestModel, trainer_defaults=defaults)
     assert Path("config.yaml").is_file()
+
+
+class ClockOfOneRank(Callback):
+    """The interval ends on rank 1 alone, after the second batch."""
+
+    def __init__(self) -> None:
+        self.validated_after: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1 and batch_idx == 1:
+            trainer._last_val_time = -float("inf")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.validated_after.append(trainer.global_step)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        assert self.validated_after == [2]
+
+
+@in_both_layouts
+@pytest.mark.parametrize("interval", ["00:01:00:00", {"hours": 1}])
+def test_time_based_val_check_interval(tmp_path: Path, layout: str, interval: Any) -> None:
+    run = trainer(
+        layout,
+        tmp_path,
+        max_epochs=1,
+        limit_train_batches=4,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+        val_check_interval=interval,
+        callbacks=[ClockOfOneRank()],
+    )
+    run.fit(BoringModel())

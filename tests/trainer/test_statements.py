@@ -46,6 +46,12 @@ def test_the_users_own_source_files_and_versions_are_stated(stated: dict[str, An
     assert {"source of Toy", "source of lightning_mm5d", "version of torch", "version of lightning"} <= set(stated)
 
 
+def test_an_interval_of_validations_is_stated_in_batches_or_as_time() -> None:
+    trainers = [Run(PIPE).trainer(val_check_interval=interval) for interval in (3, "00:00:00:02", {"seconds": 2})]
+    stated = [configuration(one.strategy, one, Toy())["Trainer.val_check_interval"] for one in trainers]
+    assert stated == [3, "2.0 s", "2.0 s"]
+
+
 class Odd(torch.nn.Module):
     """What it says of itself differs between processes, or fails."""
 
