@@ -60,7 +60,7 @@ They fail in the same way without this plugin, for want of packages, files or a 
 `helpers/test_datasets.py` and `test_models.py` (MNIST), `serve` (fastapi), `models/test_hparams.py` (hydra),
 `models/test_onnx.py` (onnxruntime, not even collected), `test_cli.py::test_lightning_cli_jsonnet`,
 `plugins/precision/test_bitsandbytes.py` and `utilities/test_compile.py::test_trainer_compiled_model_that_logs`.
-Tests of `strategies` and `accelerators/test_tpu.py` are those of other strategies.
+Tests of `strategies` are those of other strategies.
 
 Tests of SLURM (`trainer/connectors/test_signal_connector.py`, `test_hpc_restore_attempt`, `test_cpu_slurm_save_load`,
 `test_lightning_cli_args_cluster_environments`) set variables for one device alone, and end in a KeyError as under DDP.
