@@ -1,15 +1,15 @@
-"""The monitor does not read the frames of a thread that runs and comes forward: CPython may crash where it does."""
+"""The monitor reads no frame of a thread that runs or comes forward: CPython may crash where it does."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
+import torch.distributed as dist
 
 from lightning_mm5d.monitor import stack
 from lightning_mm5d.monitor.monitor import Monitor
@@ -20,35 +20,60 @@ def monitor(position: Any) -> Monitor:
     return Monitor(0, 1, 60.0, blocking={}, position=position, wake=nothing, children=dict, report=nothing)
 
 
-def computed_until(future: Future[Any]) -> Any:
-    """Let the calling thread compute until `future` has a result."""
-    while not future.done():
-        sum(range(1000))
-    return future.result()
+def test_no_frame_is_read_of_a_thread_that_runs_or_waits_outside_of_torch_distributed() -> None:
+    closing, looker = threading.Event(), stack.Looker({})
+    both = threading.Barrier(3)
+
+    def run() -> None:
+        both.wait(10)
+        while not closing.is_set():
+            sum(range(1000))
+
+    def wait() -> None:
+        both.wait(10)
+        closing.wait()
+
+    threads = [threading.Thread(target=stack.readable()(one)) for one in (run, wait)]
+    for thread in threads:
+        thread.start()
+    both.wait(10)
+    with patch.object(stack, "_get_frame") as read:
+        for thread, _ in itertools.product(threads, range(3)):
+            assert thread.ident is not None
+            looker.look(thread.ident)
+    closing.set()
+    for thread in threads:
+        thread.join()
+    assert not read.called
 
 
-@pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="no clock of a thread")
-def test_a_thread_runs_or_waits() -> None:
-    with ThreadPoolExecutor(1) as other:
-        main = threading.get_ident()
-        assert any(computed_until(other.submit(stack.runs, main)) for _ in range(5))
-        assert not all(other.submit(stack.runs, main).result() for _ in range(5))
+def test_the_frame_of_a_function_of_torch_distributed_is_read_when_it_is_seen_in_the_same_place_again() -> None:
+    names: dict[str, Any] = {"event": threading.Event(), "begun": threading.Event()}
+    definition = "def all_reduce(group=None): begun.set(); event.wait(timeout=10)"
+    exec(compile(definition, str(Path(dist.__file__).parent / "distributed_c10d.py"), "exec"), names)
+    thread = threading.Thread(target=stack.readable()(names["all_reduce"]))
+    thread.start()
+    assert thread.ident is not None
+    assert names["begun"].wait(10)
+    looker = stack.Looker({})
+    with patch.object(stack, "_get_frame", side_effect=stack._get_frame) as read:
+        for position, has_read in enumerate((False, False, True)):
+            found = looker.look(thread.ident, None, min(position, 1))
+            assert (found.wait is not None, read.called) == (has_read, has_read)
+    names["event"].set()
+    thread.join()
 
 
-@pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="no clock of a thread")
-def test_only_a_thread_that_waits_or_stands_is_looked_at() -> None:
+def test_only_a_thread_that_stands_is_looked_at() -> None:
     numbers = itertools.count()
     moving, standing = monitor(lambda: {"batch": next(numbers)}), monitor(lambda: {"batch": 1})
-    with patch.object(stack, "runs", lambda thread: True), patch.object(stack, "look") as look:
+    with patch.object(moving._looker, "look") as at_moving, patch.object(standing._looker, "look") as at_standing:
         now = time.monotonic()
-        for passed in (0.0, 0.5, 1.0, 1.9):
+        for passed in (0.0, 0.2, 0.4):
             moving._look(now + passed)
             standing._look(now + passed)
-        assert not look.called
+        assert not at_standing.called
         moving._look(now + 5.0)
-        assert not look.called
+        assert not at_moving.called
         standing._look(now + 5.0)
-        assert look.call_count == 1
-        with patch.object(stack, "runs", lambda thread: False):
-            moving._look(now + 6.0)
-        assert look.call_count == 2
+        assert at_standing.call_count == 1
