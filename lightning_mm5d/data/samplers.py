@@ -166,8 +166,9 @@ class ShardOrder(Sampler[Any]):
         return SeededBatch(item, key) if self.seeds_workers and isinstance(item, list | tuple) else item
 
 
-_OF_ORDERS = {"samplers", "seed", "shards", "seeds_workers", "wraps_items", "start", "epoch", "drawing", "sampler"}
-_OF_ORDERS |= {"exchange"}
+_OF_ORDERS = {
+    *("samplers", "seed", "shards", "seeds_workers", "wraps_items", "start", "epoch", "drawing", "exchange", "sampler"),
+}
 
 
 def drawn(sampler: Any, seed: int, epoch: int, drawing: Drawing | None = None) -> Iterator[Any]:

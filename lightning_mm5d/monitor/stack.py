@@ -25,6 +25,7 @@ import sysconfig
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,6 +144,8 @@ _THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)")
 _CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _states = dict[int, int]()
 """addresses of the states of threads whose frames may be read, by their identifiers"""
+_readable = Counter[int]()
+"""how often each of them has said so: monitors of two runs may watch one thread"""
 _get_state = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_Get", ctypes.pythonapi))
 _get_frame = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)(("PyThreadState_GetFrame", ctypes.pythonapi))
 
@@ -151,11 +154,14 @@ _get_frame = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)(("PyThreadStat
 def readable() -> Iterator[None]:
     """Let looks read frames of this thread while it waits; enter in the thread, and exit before it ends."""
     thread = threading.get_ident()
+    _readable[thread] += 1
     _states[thread] = _get_state()
     try:
         yield
     finally:
-        _states.pop(thread, None)
+        _readable[thread] -= 1
+        if not _readable[thread]:
+            del _states[thread], _readable[thread]
 
 
 class Looker:
@@ -278,6 +284,7 @@ def _place(calls: Sequence[Call]) -> Place:
     for file, line, name in reversed(calls):
         if name == "run_guarded":  # what called the trainer may have functions of any name
             hook = call = phase = user = ""
+        installed = is_installed(file)
         is_hook = name in _HOOKS or (name.startswith("on_") and name not in _LOOPS)
         direct = by_user and file.startswith(_DISTRIBUTED)
         if is_hook and hook in ("", "optimizer_step"):  # whose closure runs the step
@@ -286,10 +293,10 @@ def _place(calls: Sequence[Call]) -> Place:
             call = name
         elif not hook and name in ("_next_data", "__next__") and "data" in file:
             hook = "the dataloader"
-        if is_installed(file) and phase not in AFTER_BATCHES:
+        if installed and phase not in AFTER_BATCHES:
             phase = PHASES.get((os.path.basename(file), name), phase)
-        by_user = not is_installed(file) or (direct and name == "wrapper")
-        if hook and not is_installed(file):
+        by_user = not installed or (direct and name == "wrapper")
+        if hook and not installed:
             user = f"{Path(file).name}:{line}"
     named = f"{call} in {hook}" if call and hook else call or hook
     return Place(f"{named} at {user}" if user else named, phase, call if user else "")

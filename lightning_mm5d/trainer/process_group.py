@@ -179,6 +179,22 @@ def rendezvous_store(environment: ClusterEnvironment, timeout: timedelta) -> dis
     return dist.PrefixStore("lightning_mm5d", store)
 
 
+def round_store(environment: ClusterEnvironment, timeout: timedelta) -> dist.Store:
+    """Return a new connection to the store that all ranks meet at, with keys of this round of torchrun alone.
+
+    The first call waits for all ranks where torchrun's agent hosts the store. Arguments are those of
+    `rendezvous_store`.
+
+    Raises:
+        RankLostError: a rank did not come within the timeout.
+    """
+    store = rendezvous_store(environment, timeout)
+    if not has_agent_store():
+        return store
+    rank, size = environment.global_rank(), environment.world_size()
+    return dist.PrefixStore(round_name(store, rank=rank, world_size=size, timeout=timeout), store)
+
+
 @cache
 def _keep_garbage_in_forks() -> None:
     """Let processes forked from now on, as workers of dataloaders, never collect what they inherit.

@@ -55,10 +55,8 @@ from lightning_mm5d.trainer.process_group import (
     check_environment,
     connect,
     decided,
-    has_agent_store,
     random_states_agree,
-    rendezvous_store,
-    round_name,
+    round_store,
 )
 from lightning_mm5d.trainer.session import Session
 from lightning_mm5d.trainer.statements import configuration
@@ -321,16 +319,9 @@ class ProcessStrategy(ParallelStrategy, ABC):
         unpack_states(state, CPU)
 
     def new_store(self) -> dist.Store:
-        """Return a connection of its own to the store that the ranks of this job meet at.
-
-        The first call waits for all ranks where torchrun's agent hosts the store.
-        """
+        """Return a connection of its own to the store that the ranks of this job meet at, as `round_store` says."""
         assert self.cluster_environment is not None
-        store = rendezvous_store(self.cluster_environment, self._timeout)
-        if not has_agent_store():
-            return store
-        name = round_name(store, rank=self.global_rank, world_size=self.world_size, timeout=self._timeout)
-        return dist.PrefixStore(name, store)
+        return round_store(self.cluster_environment, self._timeout)
 
     def _configuration(self) -> dict[str, Any]:
         """Return what must be equal on all ranks before they connect."""

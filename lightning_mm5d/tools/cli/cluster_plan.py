@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from torch.distributed import PrefixStore
 
 from lightning_mm5d.config.checks import check_count
 from lightning_mm5d.config.errors import ConfigError
@@ -60,7 +59,7 @@ from lightning_mm5d.tools.planner.search import (
     said_of,
     words,
 )
-from lightning_mm5d.trainer.process_group import has_agent_store, rendezvous_store, round_name
+from lightning_mm5d.trainer.process_group import round_store
 
 _LAYOUT = "elastic layout"
 """key in the store of the ranks"""
@@ -128,14 +127,12 @@ def with_layout(arguments: Sequence[str], file: Path) -> list[str]:
     environment = TorchElasticEnvironment()
     if not environment.detect():
         return list(arguments)
-    size, rank = environment.world_size(), environment.global_rank()
-    store = rendezvous_store(environment, _SEARCHES)
-    if has_agent_store():
-        store = PrefixStore(round_name(store, rank=rank, world_size=size, timeout=_SEARCHES), store)
-    if rank == 0:
+    store = round_store(environment, _SEARCHES)
+    if environment.global_rank() == 0:
         per_node = int(os.environ["LOCAL_WORLD_SIZE"])
         configs, options = configurations(arguments)
-        store.set(_LAYOUT, elastic_layout(prepare(configs, None, options), size // per_node, per_node))
+        source = prepare(configs, None, options)
+        store.set(_LAYOUT, elastic_layout(source, environment.world_size() // per_node, per_node))
     text = store.get(_LAYOUT).decode()
     if not text:
         return list(arguments)
