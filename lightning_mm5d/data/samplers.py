@@ -37,7 +37,6 @@ MOVABLE = (DistributedSampler, UnrepeatedDistributedSampler, *WRAPPERS)
 
 
 Drawing = Callable[[], AbstractContextManager[None]]
-_WRAPPER: Any = private(distributed, "_IndexBatchSamplerWrapper")
 
 
 class SeededBatch(list[Any]):
@@ -317,10 +316,17 @@ def drawing_from(moved: Any, loader: DataLoader[Any], indices: Any, leaf: Any) -
 
 def for_predictions(indices: Any, order: ShardOrder) -> Any:
     """Return `order`, wrapped where `indices` is: Lightning reads the indices of predictions from the wrapper."""
-    return PlainIndices(order) if isinstance(indices, _WRAPPER) else order
+    return PlainIndices(order) if isinstance(indices, _wrapper()) else order
 
 
-class PlainIndices(_WRAPPER):
+def _wrapper() -> Any:
+    return private(distributed, "_IndexBatchSamplerWrapper")
+
+
+_Wrapper: Any = _wrapper()
+
+
+class PlainIndices(_Wrapper):
     """Shows plain lists to prediction writers, which save them."""
 
     def __next__(self) -> Any:
