@@ -405,7 +405,7 @@ class MultimodalStrategy(CheckpointStrategy):
         move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
         if self._session is None:
             return per_replica(move)(batch)
-        with self._session.host_copies():
+        with self._session.moving():
             return self._session.shown.show(per_replica(move)(batch))
 
     # --- steps ---

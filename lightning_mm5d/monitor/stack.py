@@ -39,6 +39,8 @@ import torch.distributed as dist
 _CUDA = str(Path(torch.cuda.__file__).parent)
 _DISTRIBUTED = str(Path(dist.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
+_IN_FRONT = str(Path(_PACKAGE, "sharded", "host_copies.py"))
+"""what collectives of torch are called through, see `HostCopies.watch_collectives`"""
 _STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _MARK = "mm5d seen"
 _NEAR = 6
@@ -209,7 +211,7 @@ class Looker:
         for index, call in enumerate(calls):
             if call.file.startswith(_DISTRIBUTED):
                 found = index if call.function != "wrapper" else found
-            elif not call.file.startswith(_STDLIB) and "_contextlib" not in call.file:
+            elif not call.file.startswith((_IN_FRONT, *_STDLIB)) and "_contextlib" not in call.file:
                 break
         if found is not None:
             return found, ""

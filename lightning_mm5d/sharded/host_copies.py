@@ -6,28 +6,45 @@ time on the host when somebody asks. So masks are digested without a wait, and s
 (``.tolist()``, ``bool(x)``, a number in an f-string).
 
 Only functions without random numbers are followed (`_FOLLOWED`). A tensor that was written to in place is not known any
-more, neither is what was made of it before it is asked for.
+more, neither is what was made of it before it is asked for. Torch counts such writes, but not those of collectives, nor
+those to tensors of inference mode, nor those through ``x.data``: the first are seen at process groups, the others where
+a `HostCopies` is entered. So nothing that was made in inference mode is known longer than that.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from contextlib import ExitStack
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_mm5d.sharded.tensor import written_by
 from lightning_mm5d.sharded.torch_internals import version_of
 
 _FEW = 4096  # numbers of a tensor that is made a second time on the host
+_MANY = 1 << 16  # places in memory whose writes are counted
+_COLLECTIVES = frozenset(
+    (
+        *("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced"),
+        *("all_to_all_single", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce"),
+        *("allreduce_coalesced", "alltoall", "alltoall_base", "broadcast", "gather", "recv", "recv_anysource"),
+        *("reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+        *("reduce_scatter_tensor_coalesced", "scatter"),
+    )
+)
+"""methods of process groups that write to tensors, in any version of torch"""
 
 
 class _Known(NamedTuple):
-    version: int  # of the tensor of the device
+    version: tuple[int, ...]  # of the tensor of the device
     value: Callable[[], Tensor | None]  # on the host; None where it can no longer be told
 
 
@@ -42,10 +59,19 @@ class HostCopies(TorchFunctionMode):
         super().__init__()
         self.waits = 0
         self._known = WeakTensorKeyDictionary()
+        self._writes = Counter[int]()  # that torch does not count, by address
 
     def clear(self) -> None:
         """Forget all tensors."""
-        self._known = WeakTensorKeyDictionary()
+        self._known, self._writes = WeakTensorKeyDictionary(), Counter()
+
+    def watch_collectives(self) -> Callable[[], None]:
+        """Take note of what collectives write to, until the returned function is called."""
+        stack = ExitStack()
+        for name in vars(dist.ProcessGroup).keys() & _COLLECTIVES:
+            stack.callback(setattr, dist.ProcessGroup, name, vars(dist.ProcessGroup)[name])
+            setattr(dist.ProcessGroup, name, _noting(self._write, getattr(dist.ProcessGroup, name)))
+        return stack.close
 
     def of(self, x: Tensor) -> Tensor:
         """Return what `x` holds, on the host; not to be written to. Waits for the device where that is not known."""
@@ -61,7 +87,7 @@ class HostCopies(TorchFunctionMode):
         if self.is_here(x):
             return x
         known: _Known | None = self._known.get(x)
-        return known.value() if known is not None and known.version == version_of(x) else None
+        return known.value() if known is not None and known.version == self._version(x) else None
 
     def is_here(self, x: Tensor) -> bool:
         """Whether `x` is in host memory."""
@@ -69,8 +95,29 @@ class HostCopies(TorchFunctionMode):
 
     def note(self, x: Tensor, copy: Tensor) -> None:
         """Let the values of `x` be those of `copy`, which is on the host."""
-        version = version_of(copy)
-        self._known[x] = _Known(version_of(x), lambda: copy if version_of(copy) == version else None)
+        version = self._version(copy)
+        self._known[x] = _Known(self._version(x), lambda: copy if self._version(copy) == version else None)
+
+    def _version(self, x: Tensor) -> tuple[int, ...]:
+        """What changes with the values of `x`."""
+        if not _is_plain(x):
+            return (version_of(x),)
+        address = x.untyped_storage().data_ptr()
+        return version_of(x), address, self._writes.get(address, 0)
+
+    def _write(self, written: Any) -> None:
+        """Count writes to tensors that may decide about a mask."""
+        for x in tree_leaves(written):
+            if isinstance(x, Tensor) and _is_plain(x) and _is_small(x) and x.device.type != "meta":
+                self._writes[x.untyped_storage().data_ptr()] += 1
+        if len(self._writes) > _MANY:
+            self.clear()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        if torch.is_inference_mode_enabled():
+            for x in [x for x in self._known if x.is_inference()]:
+                del self._known[x]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -79,6 +126,8 @@ class HostCopies(TorchFunctionMode):
             known = self.find(args[0])
             return func(args[0] if known is None else known, *args[1:], **kwargs)
         result = func(*args, **kwargs)
+        if written := written_by(func, args, kwargs):
+            self._write(written)
         if name in _FOLLOWED:
             results = result if isinstance(result, tuple) else (result,)
             if any(isinstance(one, Tensor) and not self.is_here(one) and _is_small(one) for one in results):
@@ -122,15 +171,24 @@ class HostCopies(TorchFunctionMode):
             return made[0][place] if isinstance(made[0], tuple) else made[0]
 
         for place, one in enumerate(results):
-            self._known[one] = _Known(version_of(one), partial(compute, place))
+            self._known[one] = _Known(self._version(one), partial(compute, place))
 
     def _source(self, x: Tensor) -> Callable[[], Tensor | None] | None:
         """What computes `x` on the host, now or later; None where nothing does."""
-        version = version_of(x)
+        version = self._version(x)
         if self.is_here(x):
-            return lambda: x if version_of(x) == version else None
+            return lambda: x if self._version(x) == version else None
         known: _Known | None = self._known.get(x)
         return known.value if known is not None and known.version == version else None
+
+
+def _noting(note: Callable[[Any], None], collective: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(collective)
+    def noted(*args: Any, **kwargs: Any) -> Any:  # looks of the monitor pass over calls of this file
+        note((args[1:], kwargs))
+        return collective(*args, **kwargs)
+
+    return noted
 
 
 class _Place:
@@ -145,6 +203,11 @@ def on_device(x: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)  # torch keeps pinned memory until it is read
     return x.to(device, copy=True)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether `x` is in memory of its own, and stands for nothing that other ranks hold."""
+    return type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided
 
 
 def _is_small(x: Tensor) -> bool:

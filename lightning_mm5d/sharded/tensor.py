@@ -218,6 +218,15 @@ def without_graph(local: Tensor, sharding: Any, kind: type[AnySharded] = Sharded
     return result
 
 
+def written_by(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that a function of torch writes to in place."""
+    name = getattr(func, "__name__", "")
+    is_in_place = (name.endswith("_") and not name.endswith("__")) or name in WRITING or kwargs.get("inplace") is True
+    if not is_in_place and kwargs.get("out") is None:
+        return []
+    return [x for x in tree_leaves((args[:1] if is_in_place else (), kwargs.get("out"))) if isinstance(x, Tensor)]
+
+
 def on_full(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call `func` with the full tensors of what is sharded among its arguments; each is gathered once.
 
@@ -225,10 +234,7 @@ def on_full(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         ConfigError: `func` writes to one of them.
     """
     name = getattr(func, "__name__", "")
-    written = [kwargs.get("out")]
-    if (name.endswith("_") and not name.endswith("__")) or name in WRITING or kwargs.get("inplace"):
-        written.append(args[0])
-    if any(isinstance(leaf, Sharded) for leaf in tree_leaves(written)):
+    if any(isinstance(leaf, Sharded) for leaf in written_by(func, args, kwargs)):
         rule = "It needs the full tensor, which is a gathered copy, so that what it writes would be lost"
         fix = "Write to `x.clone()`, which is a full tensor on every rank"
         raise ConfigError(f"{name or func}", "a sharded tensor", rule, fix)

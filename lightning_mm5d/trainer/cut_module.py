@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -126,15 +126,27 @@ class CutModule(Removable):
                 self.changes.callback(remove)
         if plan.topology.edges or groups.sharing:
             self.changes.callback(Patches(self.runtime, defers=splits_backward).remove)
+        if self.host_copies() is self._host:
+            self.changes.callback(self._host.watch_collectives())
         self.changes.callback(guard.close)
         self._shard_hidden_states()
 
     def host_copies(self) -> AbstractContextManager[Any]:
-        """Enter where a batch moves to the device and steps compute masks of it, so that the host knows them.
+        """Enter where steps compute masks of a batch, so that the host knows them.
 
         Models of transformers ask on the host whether a batch is padded, once for each microbatch and stage.
         """
         return nullcontext() if self._device.type == "cpu" or self._is_compiled else self._host
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Enter where a batch moves to the device, so that the host knows it while nobody writes to it."""
+        with ExitStack() as stack:
+            if stack.enter_context(self.host_copies()) is self._host and torch.is_inference_mode_enabled():
+                is_grad_enabled = torch.is_grad_enabled()
+                stack.enter_context(torch.inference_mode(False))  # in which torch counts no writes
+                stack.enter_context(torch.set_grad_enabled(is_grad_enabled))
+            yield
 
     def _own_layers(self) -> dict[str, list[str]]:
         """The paths of this rank's layers, by modality."""

@@ -100,7 +100,7 @@ class Session:
 
     Attributes:
         is_plain: whether every rank is a replica of the full model and steps need no schedule.
-        host_copies: entered where a batch moves to the device; see `CutModule.host_copies`.
+        moving: entered where a batch moves to the device; see `CutModule.moving`.
         steps: runs the steps of the module.
         optimization: gradients and optimizers between Lightning's hooks.
         collectives: over the replicas of the loss modality.
@@ -136,7 +136,7 @@ class Session:
         self._cut = CutModule(
             module, plan, groups, rank=rank, device=device, splits_backward=splits_backward, features=options.features
         )
-        self.host_copies, self.guard = self._cut.host_copies, self._cut.runtime.guard
+        self.moving, self.guard = self._cut.moving, self._cut.runtime.guard
         self._transport = None if groups.payloads is None else options.wire(groups.payloads, device, rank)
         self._engine = Engine(
             plan,
@@ -306,7 +306,7 @@ class Session:
         scaler = getattr(precision, "scaler", None)
         scale: Callable[[Tensor], Tensor] = scaler.scale if scaler is not None else lambda loss: loss
         summing = self.optimization.summing(precision)
-        with self.host_copies(), self._mains.computing():
+        with self._cut.host_copies(), self._mains.computing():
             output = self.steps.train(self.shown.all(arguments), precision.train_step_context, scale, summing)
         self._shared.show_own()
         return output
@@ -319,7 +319,7 @@ class Session:
             context: entered around its forward.
         """
         self.turns.begin_training_step()
-        with self.host_copies():
+        with self._cut.host_copies():
             return self.steps.optimize(self.shown.all(arguments), context)
 
     def stepped(self) -> None:
@@ -344,7 +344,7 @@ class Session:
         if not self._predicts:
             self._shared.settle()
             self._shared.show_whole()
-        with self.host_copies(), self._mains.computing():
+        with self._cut.host_copies(), self._mains.computing():
             output = self.steps.evaluate(name, self.shown.all(arguments), context)
         if not self._predicts:
             self._shared.rest()

@@ -5,16 +5,19 @@ The device is torch's "meta", on which every read of a value fails.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
+from host_reads import PretendedDevice
 from lightning_mm5d.context_parallel.hooks.context_mask import ContextMask, StepMasks
 from lightning_mm5d.context_parallel.hooks.layer_attention import Interface
 from lightning_mm5d.context_parallel.hooks.private_names import name_attention
@@ -120,6 +123,19 @@ def test_the_host_answers_for_every_device_unless_code_is_compiled() -> None:
         assert (CutModule.host_copies(cut) is known) == answers
 
 
+def test_a_batch_of_an_evaluation_stays_known_until_somebody_writes_to_it() -> None:
+    known = PretendedDevice()
+    cut: Any = SimpleNamespace(_host=known, _device=torch.device("cuda"), _is_compiled=False)
+    cut.host_copies = lambda: CutModule.host_copies(cut)
+    with torch.inference_mode():
+        with CutModule.moving(cut):
+            x = known.moved(torch.tensor([3, 4]))
+            assert not torch.is_grad_enabled()
+        assert known.find(x) is not None
+        x[0] = 5
+        assert known.find(x) is None
+
+
 def test_what_was_written_to_or_drawn_is_not_known() -> None:
     with HostCopies() as host:
         x = torch.arange(4).to(META)
@@ -135,6 +151,71 @@ def test_what_was_written_to_or_drawn_is_not_known() -> None:
     found = host.find(before)
     assert found is not None
     assert found.tolist() == [1, 2, 3, 4]
+
+
+COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "all_reduce": lambda x, _: dist.all_reduce(x),
+    "all_reduce of a view": lambda x, _: dist.all_reduce(x[:1]),
+    "broadcast": lambda x, _: dist.broadcast(x, 0),
+    "reduce": lambda x, _: dist.reduce(x, 0),
+    "all_gather": lambda x, y: dist.all_gather([x], y),
+    "all_gather_into_tensor": dist.all_gather_into_tensor,
+    "gather": lambda x, y: dist.gather(y, [x], 0),
+    "scatter": lambda x, y: dist.scatter(x, [y], 0),
+    "reduce_scatter": lambda x, y: dist.reduce_scatter(x, [y]),
+    "reduce_scatter_tensor": dist.reduce_scatter_tensor,
+    "all_to_all_single": dist.all_to_all_single,
+    "all_to_all": lambda x, y: dist.all_to_all([x], [y]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # older names, which users have
+def test_what_collectives_write_to_is_not_known(tmp_path: Path) -> None:
+    known, other = PretendedDevice(), torch.ones(2, dtype=torch.long)
+    before = {name: vars(dist.ProcessGroup)[name] for name in dir(dist.ProcessGroup) if name in vars(dist.ProcessGroup)}
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    end = known.watch_collectives()
+    try:
+        for name, collective in COLLECTIVES.items():
+            with known:
+                x = known.moved(torch.tensor([3, 4]))
+                y = x + 1
+                collective(x, other)
+                assert known.find(x) is None, name
+                assert known.find(x + 1) is None, name
+                found = known.find(y)
+                assert found is not None, name
+                assert found.tolist() == [4, 5], "which was made before"
+    finally:
+        end()
+        dist.destroy_process_group()
+    assert all(vars(dist.ProcessGroup)[name] is one for name, one in before.items())
+
+
+def test_what_inference_mode_writes_to_is_not_known() -> None:
+    known = PretendedDevice()
+    with torch.inference_mode():
+        with known:
+            count = torch.tensor(0)
+            assert known.find(count) is not None
+            count += 3
+            rows = torch.arange(4)
+            rows[1:].fill_(7)
+            assert known.find(count) is None
+            assert known.find(rows) is None
+            kept = torch.arange(4) + 1
+            assert known.find(kept) is not None
+        kept.zero_()
+        assert known.find(kept) is None
+
+
+def test_what_is_written_through_data_is_not_known() -> None:
+    with PretendedDevice() as known:
+        x, y = known.moved(torch.tensor([3, 4])), known.moved(torch.tensor([3, 4]))
+        x.data.zero_()
+        y.data = torch.tensor([0, 0])
+        assert known.find(x) is None
+        assert known.find(y) is None
 
 
 def test_a_batch_that_was_written_to_on_the_host_is_not_known() -> None:

@@ -74,6 +74,7 @@ def test_no_action_waits_for_the_device(layout: str, reads: list[Mapping[str, Ma
         assert not waits, f"rank {rank}"
 
 
+WRITES_BUFFERS = {"qwen2_vl"}  # in its forward, so that its first batch is compared once more
 PADDED = {"llava": SPLIT, "qwen2_vl": SPLIT, "llama": {"language": Modality(pp_size=2)}}
 
 
@@ -92,7 +93,7 @@ def asked(rank: int) -> dict[str, tuple[dict[str, int], int]]:
             self: Engine, step: Any, *args: Any, device: PretendedDevice = device, steps: list[bool] = steps, **kw: Any
         ) -> None:
             steps.append(step.trains)
-            if steps == [True, False, True]:  # what the first step and its comparison learn of a structure waits
+            if steps[-2:] == [False, True]:  # what the first step and its comparisons learn of a structure waits
                 device.found.clear()
                 device.answered = 0
             execute(self, step, *args, **kw)
@@ -100,11 +101,12 @@ def asked(rank: int) -> dict[str, tuple[dict[str, int], int]]:
         MultimodalStrategy.batch_to_device = moved  # type: ignore[method-assign]
         Engine.execute = watched  # type: ignore[method-assign]
         CutModule.host_copies = lambda self, device=device: device  # type: ignore[method-assign,misc]
-        case = CASES[name]
+        case, unwatch = CASES[name], device.watch_collectives()
         batches = [_padded(case.batch(4, seed=step)) for step in range(3)]
         options = {"num_microbatches": 2, "loss_weight": "samples"}
         fit(case.build(), batches, strategy(modalities, **options), 2)
-        assert steps == [True, False, True, True]
+        unwatch()
+        assert steps == [True, False, *([False] if name in WRITES_BUFFERS else []), True, True]
         found[name] = dict(device.found), device.answered
     return found
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_mm5d.monitor import stack
 from lightning_mm5d.monitor.monitor import Monitor
+from lightning_mm5d.sharded.host_copies import _noting
 
 
 def monitor(position: Any) -> Monitor:
@@ -62,6 +63,25 @@ def test_the_frame_of_a_function_of_torch_distributed_is_read_when_it_is_seen_in
             assert (found.wait is not None, read.called) == (has_read, has_read)
     names["event"].set()
     thread.join()
+
+
+def test_a_collective_that_waits_behind_the_notes_of_writes_is_seen() -> None:
+    begun, event = threading.Event(), threading.Event()
+    names: dict[str, Any] = {"collective": _noting(lambda _: begun.set(), event.wait)}
+    definition = "def all_reduce(group=None): collective()"
+    exec(compile(definition, str(Path(dist.__file__).parent / "distributed_c10d.py"), "exec"), names)
+    thread = threading.Thread(target=stack.readable()(names["all_reduce"]))
+    thread.start()
+    assert thread.ident is not None
+    assert begun.wait(10)
+    looker = stack.Looker({})
+    for _ in range(3):
+        found = looker.look(thread.ident)
+        time.sleep(0.05)  # so that the thread reaches the wait
+    event.set()
+    thread.join()
+    assert found.wait is not None
+    assert found.wait.operation == "all_reduce"
 
 
 def test_only_a_thread_that_stands_is_looked_at() -> None:

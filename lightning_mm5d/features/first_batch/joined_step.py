@@ -29,8 +29,9 @@ from lightning_mm5d.data.microbatch import Microbatch, with_tensors
 from lightning_mm5d.data.random_state import kept_random_state, seed_of
 from lightning_mm5d.sharded.remote_value import is_remote, plain
 from lightning_mm5d.sharded.removable import put
+from lightning_mm5d.sharded.tensor import written_by
 from lightning_mm5d.sharded.torch_internals import version_of
-from lightning_mm5d.stage.payload import detached, tensors_in
+from lightning_mm5d.stage.payload import detached
 from lightning_mm5d.trainer.kept_values import KeptState
 from lightning_mm5d.trainer.logs import LogCall, LogOptions
 from lightning_mm5d.trainer.user_step import UserStep
@@ -237,18 +238,14 @@ class _Watched(TorchFunctionMode):
                 args = (*args[:place], 0.0, *args[place + 1 :])
             elif name in kwargs:
                 kwargs[name] = 0.0
-        name = getattr(func, "__name__", "")
-        if name in _DRAWING:
+        if getattr(func, "__name__", "") in _DRAWING:
             self._step.fails = True
-        is_in_place = name.startswith(("__setitem__", "__i")) or (name.endswith("_") and not name.startswith("__"))
-        if is_in_place and name != "requires_grad_":
-            self._keep(args[:1])
-        elif kwargs.get("out") is not None:
-            self._keep(kwargs["out"])
+        if func is not Tensor.requires_grad_:
+            self._keep(written_by(func, args, kwargs))
         return func(*args, **kwargs)
 
-    def _keep(self, written: Any) -> None:
-        for _, tensor in tensors_in(written):
+    def _keep(self, written: Sequence[Tensor]) -> None:
+        for tensor in written:
             if is_remote(tensor):
                 continue
             address = _address(tensor)

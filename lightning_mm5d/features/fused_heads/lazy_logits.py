@@ -45,7 +45,7 @@ from lightning_mm5d.sharded.class_operations import (
 )
 from lightning_mm5d.sharded.collectives import exchange
 from lightning_mm5d.sharded.sequence import is_tokens, reduced_losses
-from lightning_mm5d.sharded.tensor import WRITING, NotYetComputed, Sharded, as_sharded, from_local, functions_named
+from lightning_mm5d.sharded.tensor import NotYetComputed, Sharded, as_sharded, from_local, functions_named, written_by
 from lightning_mm5d.sharded.torch_internals import as_plain_tensors, version_of
 
 Pointwise = Callable[[Tensor], Tensor]
@@ -468,11 +468,7 @@ def _cross_entropy(func: Callable[..., Any], x: LazyLogits, args: Sequence[Any],
 
 
 def _written(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[LazyLogits]:
-    name = getattr(func, "__name__", "")
-    written = [kwargs.get("out")]
-    if (name.endswith("_") and not name.endswith("__")) or name in WRITING or kwargs.get("inplace"):
-        written.append(args[0])
-    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, LazyLogits)]
+    return [one for one in written_by(func, args, kwargs) if isinstance(one, LazyLogits)]
 
 
 def _local(x: Tensor) -> Tensor:
