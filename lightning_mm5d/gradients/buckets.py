@@ -264,6 +264,7 @@ class Bucket(ABC):
 
     Args:
         pieces: of one dtype and encoding, in one order on all ranks.
+        group: over which they are summed.
         side: the stream on which messages are packed.
         draw: gives a seed for random rounding, the same on all ranks.
 
@@ -272,8 +273,8 @@ class Bucket(ABC):
         flat: the memory to which backwards add; None where that is no part of a message.
     """
 
-    def __init__(self, pieces: Sequence[Piece], *, side: SideStream, draw: Draw) -> None:
-        self.pieces = pieces
+    def __init__(self, pieces: Sequence[Piece], group: dist.ProcessGroup, *, side: SideStream, draw: Draw) -> None:
+        self.pieces, self._group = pieces, group
         self.came: list[int] = []
         self.flat: Flat | None = None
         self._encoding, self._side, self._draw = pieces[0].traffic.gradients, side, draw
@@ -309,8 +310,7 @@ class SummedBucket(Bucket):
     """
 
     def __init__(self, pieces: Sequence[Piece], group: dist.ProcessGroup, *, side: SideStream, draw: Draw) -> None:
-        super().__init__(pieces, side=side, draw=draw)
-        self._group = group
+        super().__init__(pieces, group, side=side, draw=draw)
         self.flat = self._flat = Flat([piece.parameter for piece in pieces], side)
 
     def start(self) -> Sum:
@@ -353,8 +353,7 @@ class RowsBucket(Bucket):
     """
 
     def __init__(self, pieces: Sequence[Piece], group: dist.ProcessGroup, *, side: SideStream, draw: Draw) -> None:
-        super().__init__(pieces, side=side, draw=draw)
-        self._group = group
+        super().__init__(pieces, group, side=side, draw=draw)
         self._rows = [(piece, piece.rows) for piece in pieces if piece.rows is not None]
 
     def start(self) -> Sum:
@@ -374,7 +373,7 @@ class ScatteredBucket(Bucket):
 
     Args:
         pieces: as for `Bucket`, shared by the same ranks.
-        block: the ranks that share.
+        group: the ranks that share, a block.
         across: the ranks that own the same rows, with no other messages than these sums; None where there is one.
         side: as for `Bucket`.
         draw: as for `Bucket`.
@@ -383,16 +382,16 @@ class ScatteredBucket(Bucket):
     def __init__(
         self,
         pieces: Sequence[Piece],
-        block: dist.ProcessGroup,
+        group: dist.ProcessGroup,
         across: dist.ProcessGroup | None,
         *,
         side: SideStream,
         draw: Draw,
     ) -> None:
-        super().__init__(pieces, side=side, draw=draw)
-        self._block, self._across = block, across
+        super().__init__(pieces, group, side=side, draw=draw)
+        self._across = across
         self._own = [(piece, piece.shared) for piece in pieces if piece.shared is not None]
-        self._numels = [[one.numel_at(place) for _, one in self._own] for place in range(block.size())]
+        self._numels = [[one.numel_at(place) for _, one in self._own] for place in range(group.size())]
 
     def start(self) -> Sum:
         self.came = [piece.number for piece in self.pieces if piece.parameter.grad is not None]
@@ -402,9 +401,9 @@ class ScatteredBucket(Bucket):
         lengths = [sum(numels) for numels in self._numels]
         seed, encoding = self._draw(self.pieces), self._encoding
         if encoding is None:
-            scattered = ScatteredSum(sent, lengths, self._block)
+            scattered = ScatteredSum(sent, lengths, self._group)
         else:
-            scattered = encoding.scattered(sent.split(lengths), self._block, seed)
+            scattered = encoding.scattered(sent.split(lengths), self._group, seed)
         return _Scattered(scattered, _summing(self._across, encoding, seed))
 
     def _packed(self) -> Tensor:

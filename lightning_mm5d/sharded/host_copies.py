@@ -31,16 +31,8 @@ from lightning_mm5d.sharded.torch_internals import version_of
 
 _FEW = 4096  # numbers of a tensor that is made a second time on the host
 _MANY = 1 << 16  # places in memory whose writes are counted
-_COLLECTIVES = frozenset(
-    (
-        *("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced"),
-        *("all_to_all_single", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce"),
-        *("allreduce_coalesced", "alltoall", "alltoall_base", "broadcast", "gather", "recv", "recv_anysource"),
-        *("reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
-        *("reduce_scatter_tensor_coalesced", "scatter"),
-    )
-)
-"""methods of process groups that write to tensors, in any version of torch"""
+_COLLECTIVES = ("all", "_all", "broadcast", "gather", "recv", "reduce", "_reduce", "scatter")
+"""how methods of process groups that write to tensors begin, in any version of torch"""
 
 
 class _Known(NamedTuple):
@@ -68,7 +60,7 @@ class HostCopies(TorchFunctionMode):
     def watch_collectives(self) -> Callable[[], None]:
         """Take note of what collectives write to, until the returned function is called."""
         stack = ExitStack()
-        for name in vars(dist.ProcessGroup).keys() & _COLLECTIVES:
+        for name in [name for name in vars(dist.ProcessGroup) if name.startswith(_COLLECTIVES)]:
             stack.callback(setattr, dist.ProcessGroup, name, vars(dist.ProcessGroup)[name])
             setattr(dist.ProcessGroup, name, _noting(self._write, getattr(dist.ProcessGroup, name)))
         return stack.close
