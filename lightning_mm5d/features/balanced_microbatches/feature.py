@@ -5,7 +5,8 @@ wait, and encoder replicas, which take turns with microbatches, are busy unequal
 batch alone: how many rows of each packed kind it owns. So all ranks of a replica deal the same samples without a word,
 and weights, losses, outputs and their order are those of the batch (`data.microbatch.Dealer`).
 
-Text is no cost here: its rows are padded to one length.
+Text is no cost here: its rows are padded to one length. What follows each other in a pipeline has an order of its own
+(`longest_first.in_line`), where no encoder's replicas take turns.
 
 Before that, replicas exchange samples where the data set says what these cost (`over_replicas`).
 """
@@ -13,6 +14,7 @@ Before that, replicas exchange samples where the data set says what these cost (
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +22,7 @@ import lightning.pytorch as pl
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.samplers import MOVABLE, leaf_of
 from lightning_mm5d.engine.agreement import Agreement
-from lightning_mm5d.features.balanced_microbatches.longest_first import dealt
+from lightning_mm5d.features.balanced_microbatches.longest_first import in_line
 from lightning_mm5d.features.balanced_microbatches.over_replicas import Exchange, costs_of, digest_of
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
@@ -65,7 +67,10 @@ class BalancedMicrobatches(Feature):
 
 class _Dealing(Attached):
     def __init__(self, running: Running) -> None:
-        self.put_attribute(running.steps.batch_parts, "dealer", dealt)
+        plan, layout = running.plan, running.plan.layout
+        takes_turns = any(axes.dp > layout.num_replicas for axes in layout.axes.values())
+        dealer = partial(in_line, fills=bool(plan.topology.edges) and not takes_turns)
+        self.put_attribute(running.steps.batch_parts, "dealer", dealer)
 
 
 FEATURE = BalancedMicrobatches

@@ -1,16 +1,72 @@
-"""Deals the samples of a batch to microbatches, or those of a step to replicas, so that costs are even."""
+"""Deals the samples of a batch to microbatches, or those of a step to replicas, so that costs are even.
+
+Stages of a pipeline wait until the first microbatch has passed those before them, and again for the last backward. So
+microbatches come in an order: the cheapest at both ends, the costliest in the middle.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
+Part = npt.NDArray[np.int64]
 Loads = npt.NDArray[np.float64]
 """[B, K]: what each sample costs of each kind, in shares of what a part has on average."""
 _ENOUGH = 1.01  # of the mean, for the busiest part
 _LEAST = 1e-9
+_LONG = 8
+"""microbatches from which on the first and the last take the cheapest samples, and others hardly more"""
+
+
+def in_line(costs: Mapping[str, Sequence[float]], sizes: Sequence[int], *, fills: bool) -> list[list[int]] | None:
+    """Deal samples to microbatches that pass the stages of a pipeline one after the other.
+
+    Args:
+        costs: as for `dealt`.
+        sizes: samples of each microbatch; their sum is B.
+        fills: whether other stages wait for the first and the last microbatch of each stage.
+
+    Returns:
+        The samples of each microbatch, in rising order; None where none is better than one after the other.
+    """
+    loads, count = _shares(costs, len(sizes)), len(sizes)
+    if loads is None or _sums(loads, np.repeat(np.arange(count), sizes), np.ones((count, 1))).max() <= _ENOUGH:
+        return None
+    cheapest = np.argsort(loads.sum(axis=1), kind="stable")
+    first, end = (sizes[0], sizes[0] + sizes[-1]) if fills and count >= _LONG else (0, 0)
+    middle = np.sort(cheapest[end:])
+    inner = sizes[1:-1] if end else sizes
+    found = dealt({kind: [own[sample] for sample in middle] for kind, own in costs.items()}, inner)
+    parts = np.split(middle, np.cumsum(inner)[:-1]) if found is None else [middle[part] for part in found]
+    if fills:
+        parts = _cheap_ends(parts, loads)
+    if end:
+        parts = [np.sort(cheapest[:first]), *parts, np.sort(cheapest[first:end])]
+    return [part.tolist() for part in parts]
+
+
+def _cheap_ends(parts: Sequence[Part], loads: Loads) -> list[Part]:
+    """Let parts of one size change places: the cheapest comes first, the next one last, the costliest in the middle.
+
+    Of two sizes, which follow each other, the first parts rise in cost and the others fall.
+    """
+    runs = [[*run] for _, run in groupby(parts, len)]
+    rising = [sorted(run, key=lambda part: float(loads[part].sum())) for run in runs]
+    if len(rising) == 1:
+        return [*rising[0][::2], *rising[0][1::2][::-1]]
+    return [*rising[0], *(part for run in rising[1:] for part in reversed(run))]
+
+
+def _shares(costs: Mapping[str, Sequence[float]], count: int) -> Loads | None:
+    """Costs in shares of what each of `count` parts has on average; None where nothing costs, or nothing is dealt."""
+    kinds = [own for own in costs.values() if sum(own)]
+    if not kinds or count < 2:
+        return None
+    loads = np.array(kinds, dtype=np.float64).T
+    return loads * (count / loads.sum(axis=0))
 
 
 def dealt(
@@ -29,11 +85,9 @@ def dealt(
     Returns:
         The samples of each part, in rising order; None where none is better than one after the other.
     """
-    kinds = [own for own in costs.values() if sum(own)]
-    if not kinds or len(sizes) < 2:
+    loads = _shares(costs, len(sizes))
+    if loads is None:
         return None
-    loads = np.array(kinds, dtype=np.float64).T
-    loads *= len(sizes) / loads.sum(axis=0)
     speed = np.ones((len(sizes), 1)) if speeds is None else np.array(speeds)[:, None] / np.mean(speeds)
     where = np.repeat(np.arange(len(sizes)), sizes)
     given = _sums(loads, where, speed).max()
@@ -46,14 +100,14 @@ def dealt(
     return [np.flatnonzero(where == part).tolist() for part in range(len(sizes))]
 
 
-def _sums(loads: Loads, where: npt.NDArray[np.int64], speed: Loads) -> Loads:
+def _sums(loads: Loads, where: Part, speed: Loads) -> Loads:
     """[M, K]: what the samples of each part cost together, by its speed [M, 1]."""
     sums = np.zeros((len(speed), loads.shape[1]))
     np.add.at(sums, where, loads)
     return sums / speed
 
 
-def _longest_first(loads: Loads, sizes: Sequence[int], speed: Loads) -> npt.NDArray[np.int64]:
+def _longest_first(loads: Loads, sizes: Sequence[int], speed: Loads) -> Part:
     """The part of each sample: the costliest goes first to the part that then has the least of any kind."""
     sums, room = np.zeros((len(sizes), loads.shape[1])), np.array(sizes)
     where = np.zeros(len(loads), dtype=np.int64)
@@ -67,7 +121,7 @@ def _longest_first(loads: Loads, sizes: Sequence[int], speed: Loads) -> npt.NDAr
     return where
 
 
-def _exchange(loads: Loads, where: npt.NDArray[np.int64], speed: Loads) -> None:
+def _exchange(loads: Loads, where: Part, speed: Loads) -> None:
     """Let a sample of the busiest part and one of another change places, as long as both are less busy then."""
     sums = _sums(loads, where, speed)
     for _ in range(len(loads)):

@@ -16,7 +16,7 @@ from lightning_mm5d import Modality, MultimodalStrategy
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.joining import Sizes, merge
 from lightning_mm5d.data.microbatch import split
-from lightning_mm5d.features.balanced_microbatches.longest_first import dealt
+from lightning_mm5d.features.balanced_microbatches.longest_first import dealt, in_line
 
 
 def train(run: Run) -> Any:
@@ -50,14 +50,17 @@ def assert_same(got: Any, expected: Any) -> None:
         assert got == expected
 
 
-@pytest.mark.parametrize("layout", [TRIO, EYES], ids=["stages", "encoder replicas"])
-def test_numbers_and_their_order_are_those_of_one_process(layout: Layout) -> None:
+@pytest.mark.parametrize(
+    ("layout", "count"), [(TRIO, 4), (TRIO, 8), (EYES, 4)], ids=["stages", "one sample each", "encoder replicas"]
+)
+def test_numbers_and_their_order_are_those_of_one_process(layout: Layout, count: int) -> None:
     """ranks as the layout says"""
     expected = alone(train)
-    found = together(layout, train, num_microbatches=4, batching={"balance": True})
+    found = together(layout, train, num_microbatches=count, batching={"balance": True})
     for _, kept, seen, predicted, _ in found:
         assert_same(kept, expected[1])
-        assert_same(seen, expected[2])
+        if count < 8:  # what is appended once for each microbatch of one sample is taken for a row of it
+            assert_same(seen, expected[2])
         assert_same(predicted, expected[3])
     for name, weight in expected[0].items():  # those that other ranks hold are NaN
         held = [got[0][name] for got in found if not got[0][name].isnan().any()]
@@ -72,6 +75,8 @@ def test_a_batch_without_images_or_with_even_ones_is_cut_as_it_is() -> None:
     assert dealt({"image": [0, 0, 0, 0]}, [2, 2]) is None
     assert dealt({"image": [3, 1, 2, 2]}, [2, 2]) is None
     assert dealt({"image": [3, 3, 0, 0]}, [4]) is None
+    for rows in ([0, 0, 0, 0], [3, 1, 2, 2]):
+        assert in_line({"image": rows}, [2, 2], fills=True) is None
 
 
 def test_the_busiest_microbatch_is_at_most_a_seventh_over_the_mean_or_its_largest_sample() -> None:
@@ -85,6 +90,34 @@ def test_the_busiest_microbatch_is_at_most_a_seventh_over_the_mean_or_its_larges
         mean, largest = rows.sum() / 8, rows.max()
         fullest = max(rows[part].sum() for part in parts)
         assert fullest <= 1.15 * max(mean, largest), (fullest, mean, largest)
+
+
+def test_the_cheapest_microbatches_are_at_the_ends_of_a_pipeline() -> None:
+    generator = np.random.default_rng(0)
+    for samples in (8, 16, 61, 64):
+        rows = np.minimum(30, generator.lognormal(1, 1, samples)).astype(int)
+        sizes = [len(part) for part in np.array_split(np.arange(samples), 8)]
+        parts = in_line({"image": rows.tolist()}, sizes, fills=True)
+        assert parts is not None
+        assert sorted(sample for part in parts for sample in part) == [*range(samples)]
+        assert [len(part) for part in parts] == sizes
+        assert all(part == sorted(part) for part in parts)
+        costs = [int(rows[part].sum()) for part in parts]
+        assert max(costs[0], costs[-1]) <= min(costs[1:-1])
+        assert sorted(np.argsort(costs)[-2:]) != [1, 2], "the costliest do not come first"
+        if samples % 8 == 0:
+            assert costs[:4] == sorted(costs[:4])
+            assert costs[4:] == sorted(costs[4:], reverse=True)
+
+
+def test_the_middle_of_a_pipeline_has_even_microbatches_and_short_ones_have_no_cheap_ends() -> None:
+    rows = {"image": np.minimum(30, np.random.default_rng(1).lognormal(1, 1, 64)).astype(int).tolist()}
+    for count, fills in ((8, True), (4, True), (8, False)):
+        parts = in_line(rows, [64 // count] * count, fills=fills)
+        assert parts is not None
+        costs = [sum(rows["image"][sample] for sample in part) for part in parts]
+        even = costs[1:-1] if (count, fills) == (8, True) else costs
+        assert max(even) <= 1.05 * sum(even) / len(even)
 
 
 def test_several_kinds_are_even_together() -> None:
