@@ -100,6 +100,7 @@ class UnitUse:
         working: bytes that its forward or its backward needs for a moment beside what is kept.
         products: its linear layers that tensor parallel ranks share, as they ran.
         work: what its forward computes.
+        put_off: what its weight gradients are made of, where they are put off: inputs of products, and gradients.
     """
 
     saved: Storages = field(default_factory=dict)
@@ -109,6 +110,7 @@ class UnitUse:
     working: int = 0
     products: list[Product] = field(default_factory=list)
     work: Work = field(default_factory=Work)
+    put_off: Storages = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -399,9 +401,17 @@ class _Tracer:
                 flops = flop_registry[packet](*args, out_val=made[0] if len(made) == 1 else made) * share
             work.flops += flops
             work.trained += flops * trains
+            if trains and packet is not torch.ops.aten.convolution:
+                self._put_off(given, made[0])
         elif fresh:
             parts = ((one, max(one.untyped_storage().nbytes(), 1)) for one in (*given, *made))
             work.moved += sum(self._bytes[self._number(one)] * min(one.nbytes / whole, 1.0) for one, whole in parts)
+
+    def _put_off(self, given: Sequence[Tensor], made: Tensor) -> None:
+        """Note what the weight gradient of a product is made of: its input, and the gradient of its result."""
+        inputs = [number for one in given if (number := self._number(one)) not in self._weights]
+        size = self._bytes[self._number(made)]
+        self._use.put_off |= {number: self._bytes[number] for number in inputs} | {self._beyond(size): size}
 
     def _on_one_rank(self, size: int, degree: int) -> int:
         """Bytes on one rank of a storage that the unit makes which runs now."""

@@ -1,8 +1,8 @@
 """How many bytes the microbatches in flight take on one rank, action by action.
 
 A forward keeps what its units save. A backward goes through the units from the last to the first: it frees what each
-has kept, and in a stage's first backward gradients take memory as they come. Gradients that ranks sum whole have memory
-from the start.
+has kept, and in a stage's first backward gradients take memory as they come. One that puts weight gradients off keeps
+what these are made of. Gradients that ranks sum whole have memory from the start.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class StageFlight:
         passed: what the stage receives and sends.
         has_backward: whether anything is kept at all.
         laid: bytes of gradients that have memory from the start; without any entry none have.
+        put_off: what each unit keeps of a microbatch whose weight gradients are put off, beside what it passed.
     """
 
     kept: Sequence[Storages]
@@ -69,6 +70,7 @@ class StageFlight:
     passed: Storages
     has_backward: bool
     laid: Sequence[int] = ()
+    put_off: Sequence[Storages] = ()
 
     @cached_property
     def coming(self) -> list[int]:
@@ -86,6 +88,17 @@ class StageFlight:
             found |= storages
             sums.append(sum(found.values()))
         return sums
+
+    @cached_property
+    def remaining_put_off(self) -> list[int]:
+        """As `remaining`, of a backward that puts weight gradients off."""
+        found = []
+        for done in range(len(self.kept) + 1):
+            storages: Storages = dict(self.passed) if done else {}
+            for one in (*self.kept[:done], *self.put_off[done:]):
+                storages |= one
+            found.append(sum(storages.values()))
+        return found
 
     @cached_property
     def leaves(self) -> int:
@@ -124,25 +137,31 @@ def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> 
                     held[key], host[key] = size - stage.leaves, stage.leaves
                     most_host = max(most_host, sum(host.values()))
             continue
+        is_first = action.frees and action.stage not in begun
         if action.passes_gradients:
-            top, gradients = _back(stage, sum(held.values()) - held[key], gradients, is_first=action.stage not in begun)
+            left = stage.remaining if action.frees else stage.remaining_put_off
+            top, gradients = _back(stage, left, sum(held.values()) - held[key], gradients, is_first=is_first)
             peak = max(peak, top)
-            begun.add(action.stage)
+            held[key] = left[0] if not action.frees else held[key]
+        elif is_first:
+            gradients += sum(stage.coming)
+            peak = max(peak, sum(held.values()) + gradients)
         if action.frees:
+            begun.add(action.stage)
             del held[key]
             host.pop(key, None)
     last = next((stages[action.stage] for action in reversed(actions) if action.passes_gradients), None)
     return Flight(most, peak, most_host, _ending(last) if last else ())
 
 
-def _back(stage: StageFlight, others: int, gradients: int, *, is_first: bool) -> tuple[int, int]:
-    """Return the peak of one backward, and the gradients after it."""
+def _back(stage: StageFlight, left: Sequence[int], others: int, gradients: int, *, is_first: bool) -> tuple[int, int]:
+    """Return the peak of one backward, which leaves `left` after each unit, and the gradients after it."""
     peak = 0
     for number in reversed(range(len(stage.kept))):
-        peak = max(peak, others + stage.remaining[number + 1] + gradients + stage.working[number])
+        peak = max(peak, others + left[number + 1] + gradients + stage.working[number])
         if is_first:
             gradients += stage.coming[number]
-            peak = max(peak, others + stage.remaining[number] + gradients)
+            peak = max(peak, others + left[number] + gradients)
     return peak, gradients
 
 

@@ -304,4 +304,5 @@ def _use(one: UnitUse, two: UnitUse, size: Callable[[float, float], int]) -> Uni
         size(one.working, two.working),
         two.products,
         one.work,
+        _storages(one.put_off, two.put_off, size),
     )

@@ -334,6 +334,7 @@ class _Estimate:
         gradients: list[int] = []
         laid: list[int] = []
         kept: list[Storages] = []
+        put_off: list[Storages] = []
         working: list[int] = []
         away: list[bool] = []
         counted: set[int] = set()  # one that several units use gets its gradient in the backward of the first of them
@@ -344,13 +345,15 @@ class _Estimate:
             for number, (unit, use) in enumerate(zip(units, uses, strict=True), span.start):
                 operations = layers[number - 1] if 0 < number <= len(layers) else None
                 kept.append(_storages(use, operations))
+                put_off.append(use.put_off)
                 again = 0 if operations is None else sum(use.saved.values())
                 working.append(use.working + again)
                 sizes = self._gradients(unit.costs, rank, counted)
                 gradients.append(sum(sizes.values()))
                 laid.append(sum(size for name, size in sizes.items() if self._is_laid(name, rank)))
                 away.append("activations" in plan.modalities[member.modality].offloads)
-        return StageFlight(kept, working, gradients, away, self._passed(key, members, cuts), has_backward, laid)
+        passed = self._passed(key, members, cuts)
+        return StageFlight(kept, working, gradients, away, passed, has_backward, laid, put_off)
 
     def _is_laid(self, name: str, rank: int) -> bool:
         """Whether a gradient has memory from the start of a step: ranks sum all of it."""

@@ -1,0 +1,42 @@
+"""What microbatches in flight take on a rank, action by action; bytes are small numbers."""
+
+from __future__ import annotations
+
+from lightning_mm5d.schedule import Action, Kind
+from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.tools.planner.flights import StageFlight, flown
+
+STAGE = StageKey("language", 0)
+
+
+def stage() -> StageFlight:
+    """Two units, which share storage 1 and pass storage 0; gradients of 7 bytes each."""
+    return StageFlight(
+        kept=[{1: 10, 2: 100}, {1: 10, 3: 200}],
+        working=[0, 0],
+        gradients=[7, 7],
+        away=[False, False],
+        passed={0: 1000},
+        has_backward=True,
+        put_off=[{1: 10, 4: 3}, {1: 10, 5: 4}],
+    )
+
+
+def flight(*actions: tuple[Kind, int]) -> tuple[int, int]:
+    found = flown([Action(kind, STAGE, number) for kind, number in actions], {STAGE: stage()})
+    return found.activations, found.peak
+
+
+def test_a_backward_frees_what_its_forward_kept() -> None:
+    assert flight((Kind.F, 0), (Kind.B, 0)) == (1310, 1310)
+    assert flight((Kind.F, 0), (Kind.F, 1), (Kind.B, 0), (Kind.B, 1)) == (2620, 2620)
+    assert flight((Kind.F, 0), (Kind.B, 0), (Kind.F, 1), (Kind.B, 1)) == (1310, 1310 + 14)
+
+
+def test_weight_gradients_that_are_put_off_keep_what_they_are_made_of() -> None:
+    kept = 10 + 3 + 4
+    assert flight((Kind.F, 0), (Kind.I, 0), (Kind.F, 1), (Kind.I, 1), (Kind.W, 0), (Kind.W, 1)) == (
+        1310 + kept,
+        1310 + kept,
+    )
+    assert flight((Kind.F, 0), (Kind.I, 0), (Kind.W, 0), (Kind.F, 1), (Kind.B, 1)) == (1310, 1310 + 14)
