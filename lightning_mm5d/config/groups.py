@@ -7,6 +7,7 @@ groups, are put into it with one warning, for one release. Imports no torch.
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
@@ -306,6 +307,8 @@ def _owners(groups: Mapping[str, type]) -> dict[str, str]:
     return {name: group for group, kind in groups.items() for name in names_of(kind)}
 
 
+FIELDS_OF_MODALITY = frozenset((*BESIDE, "feeds_from", *_owners(OF_MODALITY)))
+"""The names of its fields, without their groups."""
 _OWNERS = _owners(OF_MODALITY) | _owners(OF_STRATEGY)
 """The group of each name."""
 
@@ -471,6 +474,7 @@ def fields_of_strategy(
     on_nonfinite: Literal["propagate", "raise", "skip"] | None = None,
     async_checkpoint: bool | None = None,
     on_corrupt_checkpoint: Literal["raise", "previous"] | None = None,
+    **unknown: Any,
 ) -> dict[str, Any]:
     """Return what is said without groups: a parser of command lines takes names and types of options from here.
 
@@ -488,5 +492,22 @@ def fields_of_strategy(
         on_nonfinite: now numerics.on_nonfinite.
         async_checkpoint: now checkpoint.async_checkpoint.
         on_corrupt_checkpoint: now checkpoint.on_corrupt_checkpoint.
+        unknown: what no strategy has.
+
+    Raises:
+        ConfigError: there is no such field.
     """
-    return {name: value for name, value in locals().items() if value is not None}
+    said = {name: value for name, value in locals().items() if value is not None and name != "unknown"}
+    for name, value in unknown.items():
+        raise no_such_field(name, value)
+    return said
+
+
+def no_such_field(name: str, value: Any) -> ConfigError:
+    """Return the error of a field that the strategy has not, and a modality may have."""
+    known = [*FIELDS, *(one for group in OF_STRATEGY.values() for one in names_of(group))]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    fix = f"Did you mean {path_of(near[0])!r}? There are {', '.join(FIELDS)}"
+    if name in FIELDS_OF_MODALITY:
+        fix = f"It is a field of a modality: write modalities.<name>.{path_of(name)}, for instance of 'language'"
+    return ConfigError(name, value, "The strategy has no such field", fix)

@@ -55,24 +55,10 @@ _LOOPS = ("on_advance_start", "on_advance_end", "on_run_start", "on_run_end", "o
 """methods of Lightning's loops that are named as hooks are"""
 _HOOKS = frozenset(
     (
-        "setup",
-        "prepare_data",
-        "configure_model",
-        "configure_optimizers",
-        "train_dataloader",
-        "val_dataloader",
-        "test_dataloader",
-        "predict_dataloader",
-        "training_step",
-        "validation_step",
-        "test_step",
-        "predict_step",
-        "batch_to_device",
-        "backward",
-        "optimizer_step",
-        "optimizer_zero_grad",
-        "configure_gradient_clipping",
-        "lr_scheduler_step",
+        *("setup", "prepare_data", "configure_model", "configure_optimizers", "train_dataloader"),
+        *("val_dataloader", "test_dataloader", "predict_dataloader", "training_step", "validation_step"),
+        *("test_step", "predict_step", "batch_to_device", "backward", "optimizer_step"),
+        *("optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"),
     )
 )
 START_OF_BATCH = "the start of a batch"

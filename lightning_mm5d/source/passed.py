@@ -30,18 +30,8 @@ Path = tuple[Hashable, ...]
 """The steps from a batch to a part of it: indices of tuples and lists, keys of dicts, names of fields."""
 
 KEEP_VALUES = (
-    "to",
-    "long",
-    "int",
-    "cuda",
-    "cpu",
-    "contiguous",
-    "clone",
-    "detach",
-    "view",
-    "reshape",
-    "flatten",
-    "squeeze",
+    *("to", "long", "int", "cuda", "cpu", "contiguous", "clone", "detach", "view", "reshape"),
+    *("flatten", "squeeze"),
 )
 """Methods of tensors whose result has the values of the tensor."""
 _TAKEN_OUT = ("get", "pop")

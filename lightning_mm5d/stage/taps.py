@@ -52,7 +52,7 @@ from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
 from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.remote_value import LEAVING, Guard, Origin, is_remote, marked
-from lightning_mm5d.sharded.tensor import Group
+from lightning_mm5d.sharded.tensor import Group, functions_named
 from lightning_mm5d.stage.payload import Packer, copies, put, rebuild, tensors_in
 
 Call = tuple[str, str, int, int]
@@ -64,18 +64,8 @@ Tap = tuple[str, str, int, int, str | int | None]
 _DEPENDS, _EARLIER, _LATER = 1, 2, 3
 # These take a tensor for its shape, dtype and device only.
 _SHAPE_ONLY = {
-    torch.zeros_like,
-    torch.ones_like,
-    torch.empty_like,
-    torch.full_like,
-    torch.rand_like,
-    torch.randn_like,
-    Tensor.new_zeros,
-    Tensor.new_ones,
-    Tensor.new_empty,
-    Tensor.new_full,
-    Tensor.new_tensor,
-    Tensor.size,
+    *functions_named("zeros_like ones_like empty_like full_like rand_like randn_like", torch),
+    *functions_named("new_zeros new_ones new_empty new_full new_tensor size", Tensor),
 }
 _NONE = frozenset[Tap]()
 

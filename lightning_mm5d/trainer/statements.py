@@ -50,35 +50,17 @@ from lightning_mm5d.sharded.remote_value import is_remote
 version = cache(metadata.version)
 _PACKAGES = ("lightning_mm5d", "torch", "lightning", "transformers", "torchmetrics")
 _TRAINER = (
-    "accumulate_grad_batches",
-    "check_val_every_n_epoch",
-    "fast_dev_run",
-    "gradient_clip_algorithm",
-    "gradient_clip_val",
-    "limit_predict_batches",
-    "limit_test_batches",
-    "limit_train_batches",
-    "limit_val_batches",
-    "max_epochs",
-    "max_steps",
-    "min_epochs",
-    "min_steps",
-    "num_nodes",
-    "num_sanity_val_steps",
-    "overfit_batches",
-    "precision",
+    *("accumulate_grad_batches", "check_val_every_n_epoch", "fast_dev_run"),
+    *("gradient_clip_algorithm", "gradient_clip_val", "limit_predict_batches"),
+    *("limit_test_batches", "limit_train_batches", "limit_val_batches", "max_epochs"),
+    *("max_steps", "min_epochs", "min_steps", "num_nodes", "num_sanity_val_steps"),
+    *("overfit_batches", "precision"),
 )
 _SET_BY_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 # those that work together over all ranks; others, such as progress bars, may be those of one rank
 _COLLECTIVE = (
-    BaseFinetuning,
-    Checkpoint,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    ModelPruning,
-    StochasticWeightAveraging,
-    Timer,
-    WeightAveraging,
+    *(BaseFinetuning, Checkpoint, EarlyStopping, GradientAccumulationScheduler, ModelPruning),
+    *(StochasticWeightAveraging, Timer, WeightAveraging),
 )
 _RANK_DEPENDENT = re.compile(r" at 0x[0-9a-f]+|(?<=cuda|.xpu|.npu|.hpu):\d+")
 _SET = re.compile(r"\{([^{}:]*)\}")

@@ -25,7 +25,15 @@ import yaml
 
 from lightning_mm5d.config.checks import MOST
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
-from lightning_mm5d.config.groups import FIELDS, OF_MODALITY, OF_STRATEGY, made_groups, names_of, path_of
+from lightning_mm5d.config.groups import (
+    FIELDS,
+    FIELDS_OF_MODALITY,
+    OF_STRATEGY,
+    made_groups,
+    names_of,
+    no_such_field,
+    path_of,
+)
 from lightning_mm5d.config.modality import Modality, as_modalities, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import FUNCTIONS
 from lightning_mm5d.layout.layout import Layout
@@ -36,9 +44,7 @@ _CHECKED = (
     *(name for group in OF_STRATEGY.values() for name in names_of(group)),
 )
 """Names of checked fields, without their groups."""
-_MODALITY_FIELDS = {*names_of(Modality), *(name for group in OF_MODALITY.values() for name in names_of(group))} - {
-    "module"
-}  # which is also a key of other files
+_MODALITY_FIELDS = FIELDS_OF_MODALITY - {"module"}  # which is also a key of other files
 _DURATION = re.compile(r"(-?\d+ days?, )?\d+:\d+:[\d.]+")
 _PREFIXES = ("--trainer.strategy.init_args.", "--trainer.strategy.", "--")
 
@@ -335,10 +341,7 @@ def _check_keys(arguments: Mapping[str, Any], *, only_near: bool) -> None:
     for key in arguments:
         near = difflib.get_close_matches(str(key), [*FIELDS, *_CHECKED], n=1, cutoff=0.8 if only_near else 0.0)
         if key not in (*FIELDS, *_CHECKED, "class_path", "dict_kwargs") and (near or key in _MODALITY_FIELDS):
-            fix = f"Did you mean {path_of(near[0])!r}? There are {', '.join(FIELDS)}"
-            if key in _MODALITY_FIELDS:
-                fix = f"It is a field of a modality: write modalities.<name>.{path_of(key)}, for instance of 'language'"
-            raise ConfigError(str(key), arguments[key], "The strategy has no such field", fix)
+            raise no_such_field(str(key), arguments[key])
 
 
 def _overriding(overrides: Sequence[str]) -> Iterator[str]:
@@ -430,7 +433,8 @@ def _parameters(path: str) -> list[str]:
 
 
 def _signature(cls: type) -> Iterable[str]:
-    return inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    named = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
+    return [one.name for one in named if one.kind is not inspect.Parameter.VAR_KEYWORD]
 
 
 FIELD = "--model"

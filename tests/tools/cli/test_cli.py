@@ -302,6 +302,7 @@ def test_refuses_devices_that_only_the_training_machine_can_count(inspect: Inspe
 def test_refuses_in_one_line_what_cannot_work(inspect: Inspect, options: list[str], words: list[str]) -> None:
     message = inspect.refusal(two_nodes(), *options)
     assert [word for word in words if word not in message] == []
+    assert "ungrouped" not in message
 
 
 @pytest.mark.parametrize(
