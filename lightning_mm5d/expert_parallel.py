@@ -1,7 +1,4 @@
-"""Finds modules of experts and how tokens come to them, and says what the core asks of those that ranks share.
-
-For each module, the first of these that knows it: what the user registered, the interface of transformers' experts, the
-table of families, lists of modules that are called with their own rows.
+"""Says how tokens come to experts, and what the core asks of experts that ranks share.
 
 Shapes: T tokens, H width, K chosen experts, P rows of one expert each.
 
@@ -18,12 +15,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.layout.even_split import even_ranges
-from lightning_mm5d.partition.parts import is_in, joined
 from lightning_mm5d.sharded.shards import Range
 
 Exchange = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -68,28 +63,14 @@ class ExpertParallelPlan:
 LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
-_REGISTERED: dict[type[nn.Module] | str, ExpertParallelPlan | None] = {}
+REGISTERED: dict[type[nn.Module] | str, ExpertParallelPlan | None] = {}
+"""What the user said, by classes or their names."""
 _INTERFACES = (
     ["hidden_states", "top_k_index", "top_k_weights"],
     ["hidden_states", "router_indices", "routing_weights"],
 )
-_OTHERS = ("shared", "gate", "rout", "norm", "bias", "scale", "statics")  # names of what is beside experts
-_INTERFACE = ExpertParallelPlan()
-_OVER_SAMPLES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-class Found(NamedTuple):
-    """Experts in a module.
-
-    Attributes:
-        called: path of the module whose forward brings tokens to them.
-        path: of the module that holds them.
-        plan: how tokens come to them; None where each module of a list is called with its own rows.
-    """
-
-    called: str
-    path: str
-    plan: ExpertParallelPlan | None
+INTERFACE = ExpertParallelPlan()
+"""How tokens come to experts of transformers."""
 
 
 def register_expert_parallel_plan(cls: type[nn.Module] | str, plan: ExpertParallelPlan | None) -> None:
@@ -111,40 +92,7 @@ def register_expert_parallel_plan(cls: type[nn.Module] | str, plan: ExpertParall
         raise ConfigError("register_expert_parallel_plan", cls, "A plan is for a class of modules or its name", fix)
     if plan is not None and not isinstance(plan, ExpertParallelPlan):
         raise ConfigError("register_expert_parallel_plan", plan, "A plan is an ExpertParallelPlan", fix)
-    _REGISTERED[cls] = plan
-
-
-def find_plans(root: nn.Module, in_layers: Callable[[str], bool]) -> tuple[list[Found], list[str]]:
-    """Return the experts of a module, and the paths of modules that are likely experts that nothing knows.
-
-    Args:
-        root: the LightningModule; the meta device will do.
-        in_layers: whether the module at a path is in one of the layers of a modality.
-    """
-    found, closed = list[Found](), list[str]()
-    for path, module in root.named_modules():
-        key = _registered(type(module))
-        if key is not None:
-            closed.append(path)
-            if (plan := _REGISTERED[key]) is not None:
-                found.append(Found(path, joined(path, plan.experts), plan))
-    paths = {name: module for name, module in root.named_modules()}
-    for path, module in paths.items():
-        if any(is_in(path, one) for one in closed):
-            continue
-        plan = _INTERFACE if holds_experts(module) else family_plan(module)
-        if plan is not None or (is_list(module) and _is_named(path, module, paths, in_layers)):
-            closed.append(path)
-            found.append(Found(path, joined(path, plan.experts if plan else ""), plan))
-    parents = {one.path for one in found}
-    unknown = [
-        path
-        for path, module in paths.items()
-        if not any(is_in(path, one) for one in closed)
-        and not any(is_in(one, path) for one in parents)
-        and _is_likely(path, module, paths)
-    ]
-    return found, unknown
+    REGISTERED[cls] = plan
 
 
 def holds_experts(module: nn.Module) -> bool:
@@ -152,115 +100,10 @@ def holds_experts(module: nn.Module) -> bool:
 
     It is called with tokens ``[T, H]``, the numbers of their experts ``[T, K]`` and the weights of these ``[T, K]``.
     """
-    number = _INTERFACE.count(module)
+    number = INTERFACE.count(module)
     arguments = list(inspect.signature(type(module).forward).parameters)[1:4]
     shapes = [parameter.shape for parameter in module.parameters()]
     return number is not None and arguments in _INTERFACES and bool(shapes) and all(s[:1] == (number,) for s in shapes)
-
-
-def is_list(module: nn.Module) -> bool:
-    """Whether a module is a list of modules that each map one tensor to another, each of them by itself.
-
-    Which rows such a module is called with is the business of the layer around it. A module that normalizes over
-    samples, or whose results are not as wide as its rows, is none.
-    """
-    return isinstance(module, LISTS) and len(module) > 1 and all(_maps_rows(one) for one in module.children())
-
-
-def _maps_rows(module: nn.Module) -> bool:
-    arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    needed = [one for one in arguments if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
-    linears = [one for one in module.modules() if isinstance(one, nn.Linear)]
-    is_plain = isinstance(module, (nn.Linear, nn.Sequential)) and bool(linears)
-    return (
-        len(needed) == 1
-        and needed[0].kind is not needed[0].VAR_POSITIONAL
-        and not any(isinstance(one, _OVER_SAMPLES) for one in module.modules())
-        and not (is_plain and linears[0].in_features != linears[-1].out_features)
-    )
-
-
-def _is_named(path: str, module: nn.Module, paths: dict[str, nn.Module], in_layers: Callable[[str], bool]) -> bool:
-    """Whether a list is named as experts are, or is of one class, in a layer, beside a router to as many."""
-    if not any(True for _ in module.parameters()) or "shared" in _names(path, module):
-        return False
-    parent = paths[path.rpartition(".")[0]]
-    children = list(module.children())
-    return "expert" in _names(path, module) or (
-        in_layers(path) and len({type(one) for one in children}) == 1 and _routes(parent, len(children))
-    )
-
-
-def _routes(module: nn.Module, number: int) -> bool:
-    own = [parameter.shape for parameter in module.parameters(recurse=False)]
-    beside = [child for child in module.children() if not isinstance(child, LISTS)]
-    inside = [parameter.shape for child in beside for parameter in child.parameters()]
-    return any(len(one) == 2 and number in one for one in own) or any(
-        len(one) == 2 and one[0] == number for one in inside
-    )
-
-
-def _is_likely(path: str, module: nn.Module, paths: dict[str, nn.Module]) -> bool:
-    """Whether a module may hold experts, by its name or by its tensors."""
-    name, cls = path.rpartition(".")[2].lower(), type(module).__name__.lower()
-    if "shared" in path.lower() or any(word in name for word in _OTHERS):
-        return False
-    held = [parameter for parameter in module.parameters() if parameter.dim() > 1]
-    if held and ("expert" in name or cls.endswith(("expert", "experts", "expertglu", "expertmlp"))):
-        return True
-    if type(module).__module__.startswith("torch.nn."):
-        return False
-    parent = paths[path.rpartition(".")[0]]
-    stacked = {one.shape[0] for one in module.parameters(recurse=False) if one.dim() > 2 and one.shape[0] > 1}
-    return any(_routes(module, number) or _routes(parent, number) or _counts(module, number) for number in stacked)
-
-
-def _counts(module: nn.Module, number: int) -> bool:
-    return any("expert" in name and value == number for name, value in vars(module).items() if isinstance(value, int))
-
-
-def _registered(cls: type) -> type[nn.Module] | str | None:
-    keys: Iterator[type | str] = (key for owner in cls.__mro__ for key in (owner, owner.__name__))
-    return next((key for key in keys if key in _REGISTERED), None)
-
-
-def _names(path: str, module: nn.Module) -> str:
-    return f"{path.rpartition('.')[2]} {type(module).__name__}".lower()
-
-
-def family_plan(module: nn.Module) -> ExpertParallelPlan | None:
-    """Return the plan for a class of modules that is known by its name."""
-    return _FAMILIES.get(type(module).__name__)
-
-
-def _llama4(layer: Any, exchange: Exchange, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores multiply what experts get, so each chosen expert has a row of its own, of weight one.
-
-    The model passes all tokens through all experts: those that are not chosen get zeros, and compute zeros of them.
-    """
-    rows = hidden.reshape(-1, layer.hidden_dim)  # [T, H]
-    scores, logits = layer.router(rows)  # [T, experts]
-    index = torch.topk(logits, layer.top_k, dim=1).indices  # [T, K], as the router chooses
-    scaled = rows.unsqueeze(1) * scores.gather(1, index).unsqueeze(2)  # [T, K, H]
-    index = index.reshape(-1, 1)
-    routed = exchange(scaled.flatten(0, 1), index, torch.ones_like(index, dtype=rows.dtype))
-    return layer.shared_expert(rows) + routed.view_as(scaled).sum(1), logits
-
-
-def _llama4_compute(experts: Any, rows: Tensor, index: Tensor) -> Tensor:
-    order = torch.argsort(index, stable=True)
-    parts = rows[order].split(torch.bincount(index, minlength=len(experts.gate_up_proj)).tolist())
-    found = []
-    for part, gate_up, down in zip(parts, experts.gate_up_proj, experts.down_proj, strict=True):
-        gate, up = (part @ gate_up).chunk(2, dim=-1)
-        found.append((up * experts.act_fn(gate)) @ down)
-    return torch.cat(found)[torch.argsort(order)]
-
-
-_FAMILIES = {
-    "DbrxExperts": ExpertParallelPlan(),  # tensors [experts * inner, H]
-    "Llama4TextMoe": ExpertParallelPlan(experts="experts", forward=_llama4, compute=_llama4_compute),
-}
 
 
 Context = Callable[[], AbstractContextManager[Any]]

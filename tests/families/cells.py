@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_mm5d import Modality
-from lightning_mm5d.expert_parallel import find_plans
+from lightning_mm5d.features.shared_experts.experts import find_plans
 from lightning_mm5d.partition.find import discover
 from parity.harness import Batches, Recorder, strategy
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from lightning_mm5d import ExpertParallelPlan, Modality, register_expert_parallel_plan
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.expert_parallel import ExpertLayer, find_plans
-from lightning_mm5d.features.shared_experts.experts import find_experts
+from lightning_mm5d.expert_parallel import ExpertLayer
+from lightning_mm5d.features.shared_experts.experts import find_experts, find_plans
 from lightning_mm5d.partition import partition
 from zoo.case import TinyModule
 
