@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
 from lightning_mm5d.data.batches import split_replicas
@@ -189,6 +189,9 @@ class Steps:
         self._evaluated = set[Hashable]()  # evaluation steps and dataloaders whose first batch was looked at
         self._told = set[str]()  # steps whose lost writes were warned of
         self._named = list(module.named_parameters(remove_duplicate=False))
+        tables = [one for one in module.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
+        renormed = {id(one.weight) for one in tables if one.max_norm is not None}  # by each call, the rows it takes
+        self._renormed = {name for name, one in self._named if id(one) in renormed}
         self._apart = appended_by_data(type(module))
         self._trainable: tuple[tuple[bool, ...], frozenset[str]] = ((), frozenset())
 
@@ -238,11 +241,11 @@ class Steps:
         step.kept = values = KeptValues(self._module, self._apart)
         try:
             shows_copies = is_gathered or self._plan.main_params is not None
-            watched: AbstractContextManager[None] = refused_writes(self._named) if shows_copies else nullcontext()
-            if not shows_copies and casting is not None:
-                watched = casting.step()
-            with set_aside(self._gradients.parameters), watched, step.backwards.refused():
-                trainable = self.trainable()
+            casts = nullcontext() if shows_copies or casting is None else casting.step()
+            trainable = self.trainable()
+            once = trainable - self._renormed if step.is_split or self._plan.topology.edges else frozenset[str]()
+            writes = refused_writes(self._named, shows_copies=shows_copies, once=once)
+            with set_aside(self._gradients.parameters), casts, writes, step.backwards.refused():
                 self.run(step, trainable, reduction.ending)
                 self._check_unfrozen(trainable)
             rows = self._gradients.finish(reduction)
