@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
 from lightning_mm5d.data.batches import split_replicas
@@ -33,7 +33,7 @@ from lightning_mm5d.gradients.gradients import Gradients, unfrozen
 from lightning_mm5d.gradients.parameter_hooks import published, set_aside, skipped
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.data_accesses import refused_writes
-from lightning_mm5d.sharded.remote_value import plain
+from lightning_mm5d.sharded.remote_value import is_remote, plain
 from lightning_mm5d.source.loops import appended_by_data
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.tensor_parallel.full_sizes import explained
@@ -189,9 +189,6 @@ class Steps:
         self._evaluated = set[Hashable]()  # evaluation steps and dataloaders whose first batch was looked at
         self._told = set[str]()  # steps whose lost writes were warned of
         self._named = list(module.named_parameters(remove_duplicate=False))
-        tables = [one for one in module.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
-        renormed = {id(one.weight) for one in tables if one.max_norm is not None}  # by each call, the rows it takes
-        self._renormed = {name for name, one in self._named if id(one) in renormed}
         self._apart = appended_by_data(type(module))
         self._trainable: tuple[tuple[bool, ...], frozenset[str]] = ((), frozenset())
 
@@ -241,11 +238,11 @@ class Steps:
         step.kept = values = KeptValues(self._module, self._apart)
         try:
             shows_copies = is_gathered or self._plan.main_params is not None
-            casts = nullcontext() if shows_copies or casting is None else casting.step()
-            trainable = self.trainable()
-            once = trainable - self._renormed if step.is_split or self._plan.topology.edges else frozenset[str]()
-            writes = refused_writes(self._named, shows_copies=shows_copies, once=once)
-            with set_aside(self._gradients.parameters), casts, writes, step.backwards.refused():
+            watched: AbstractContextManager[None] = refused_writes(self._named) if shows_copies else nullcontext()
+            if not shows_copies and casting is not None:
+                watched = casting.step()
+            with set_aside(self._gradients.parameters), watched, step.backwards.refused():
+                trainable = self.trainable()
                 self.run(step, trainable, reduction.ending)
                 self._check_unfrozen(trainable)
             rows = self._gradients.finish(reduction)
@@ -264,6 +261,7 @@ class Steps:
             loss, has_graph = self._mean_loss(step)
             merged = dataclasses.replace(self._merged(step, loss, values), has_graph=has_graph)
         result = self._shown(self._share(parts, merged), values)
+        self._check_written(result, step)
         if not result.has_graph:
             rule = "No microbatch's loss has a gradient, so that nothing would be trained"
             fix = "Return a loss that depends on a trainable parameter; frozen ones, `detach` and `no_grad` cut it off"
@@ -285,6 +283,14 @@ class Steps:
         loss = published(result.loss.to(self._device), publish)
         outputs = _by_name(result.outputs)
         return loss if outputs is None else {**outputs, "loss": loss}
+
+    def _check_written(self, result: StepResult, step: TrainingStep) -> None:
+        """Refuse a step that wrote to a parameter of this rank where it ends, and here had ended before."""
+        lost = {*result.weights_written} - step.weights_written
+        for name, _ in [(name, one) for name, one in self._named if name in lost and not is_remote(one)][:1]:
+            rule = "The step ends before that on a rank that holds the parameter, with its layers"
+            fix = "Write in on_train_batch_start or on_train_batch_end, which see all weights"
+            raise ConfigError("training_step", f"a write to {name!r}", rule, fix)
 
     def _check_unfrozen(self, before: frozenset[str]) -> None:
         """Refuse a step that unfreezes parameters: stages run backwards for what is trained when a step begins."""
@@ -501,7 +507,8 @@ class Steps:
         ]
         if len(samples) > 1 and step.ended == [*range(len(samples))]:
             values.join(samples)
-        return StepResult(loss, outputs, logs, kept=values.changes(), stops=self._module.trainer.should_stop)
+        stops, written = self._module.trainer.should_stop, sorted(step.weights_written)
+        return StepResult(loss, outputs, logs, kept=values.changes(), stops=stops, weights_written=written)
 
     def _share(self, numbers: Iterable[int], merged: StepResult | None) -> dict[int, StepResult]:
         """Share results within each of some replicas; `merged` is that of this rank's own."""

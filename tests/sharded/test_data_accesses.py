@@ -2,74 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from features.toys import Layout, Run, Toy, alone, assert_same, weights
 from lightning_mm5d import ConfigError, Modality
-from lightning_mm5d.sharded.data_accesses import accesses, refused_writes
-from lightning_mm5d.sharded.remote_value import Guard, Origin, make_placeholder
 from ranks import run_ranks
-
-
-def _shows_other_data(weight: nn.Parameter) -> None:
-    before, weight.data = weight.data, weight.data * 2
-    weight.data = before
-
-
-WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
-    "in place": lambda weight: weight.mul_(0.5),
-    "of a part": lambda weight: weight.detach()[1:].mul_(0.5),
-    "of several": lambda weight: torch._foreach_mul_([weight], 0.5),
-    "through data": lambda weight: weight.data.clamp_(-1, 1),
-    "through a part of data": lambda weight: weight.data[0].fill_(0.5),
-    "other data": lambda weight: setattr(weight, "data", weight.data.clamp(-1, 1)),
-}
-READS: dict[str, Callable[[nn.Parameter], Any]] = {
-    "a sum": lambda weight: weight.sum(),
-    "a sum of data": lambda weight: weight.data.sum(),
-    "a copy": lambda weight: weight.data.clone().mul_(2),
-    "other data for a time": _shows_other_data,
-}
-
-
-@pytest.mark.parametrize("is_here", [True, False])
-@pytest.mark.parametrize("name", [*WRITES, *READS])
-def test_a_step_that_runs_several_times_writes_to_no_weight_here_or_elsewhere(name: str, is_here: bool) -> None:
-    weight, other = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2))
-    if not is_here:
-        make_placeholder(weight, weight.shape, Origin("weight", Guard(lambda _: "rank 1")))
-    named = [("weight", weight), ("other", other)]
-    step = refused_writes(named, shows_copies=False, once={"weight"})
-    if name in READS:
-        with torch.no_grad(), step:
-            READS[name](weight)
-        return
-    with pytest.raises(ConfigError, match="a write to 'weight'"), torch.no_grad(), step:
-        WRITES[name](weight)
-    with torch.no_grad(), refused_writes(named, shows_copies=False, once={"other"}):
-        WRITES[name](weight)
-
-
-def test_a_write_that_fails_the_backward_of_an_earlier_microbatch_is_named() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    loss = (weight**2).sum()
-    step = refused_writes([("weight", weight)], shows_copies=False, once={"weight"})
-    with pytest.raises(ConfigError, match="a write to 'weight'"), step:
-        weight.detach().mul_(0.5)
-        loss.backward()
-
-
-def test_of_several_that_notice_accesses_each_does() -> None:
-    weight, seen = nn.Parameter(torch.ones(3)), list[str]()
-    with accesses(lambda *_: seen.append("outer")), accesses(lambda *_: seen.append("inner")):
-        weight.data = weight.data * 2
-    assert sorted(seen) == ["inner", "inner", "outer", "outer"]
-    assert "data" not in vars(nn.Parameter)
 
 
 class Clamped(Toy):

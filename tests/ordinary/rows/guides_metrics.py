@@ -78,6 +78,12 @@ metric(
     lambda x, b: (F.cross_entropy(x, b["label"]),),
     differs=METRIC | dict.fromkeys(("split", "pp"), "a metric of numbers counts microbatches as updates"),
 )
+metric(
+    "`RunningMean` of the losses of samples",
+    lambda: RunningMean(3),
+    lambda x, b: (F.cross_entropy(x, b["label"], reduction="none"),),
+    differs=METRIC,
+)
 
 
 @row(SECTION, "`MetricCollection` with a prefix, cloned for training and validation", differs=METRIC)

@@ -102,28 +102,6 @@ class ClampsWeights(Ordinary):
                 p.clamp_(-0.2, 0.2)
 
 
-@row(
-    HAND,
-    "a weight decays in the step, before it computes: `self.decoder.layers[0].up.weight.mul_(0.99)`",
-    slots=["step"],
-)
-class DecaysWeight(Ordinary):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            self.decoder.layers[0].up.weight.mul_(0.99)
-        return super().training_step(batch, batch_idx)
-
-
-@row(HAND, "weights are clamped at the end of every second step: `p.clamp_()` of the encoder", slots=["step"])
-class ClampsInStep(Ordinary):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx % 2:
-            with torch.no_grad():
-                self.encoder.patch.weight.clamp_(-0.2, 0.2)
-        return loss
-
-
 @row(HAND, "rows of a weight are renormalised after each step")
 class Renormalises(Ordinary):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
