@@ -127,8 +127,10 @@ class Engine:
         self._first_loss = FirstLoss(plan, runtime, views)
         order = plan.topology.order
         self._last = max(views, key=lambda key: (order.index(key.modality), key.number))  # of this rank
-        names = () if len(views) == 1 else plan.ownership.written_by_all
-        self._shared_buffers = SharedBuffers(runtime.root, names)
+        self._shared_buffers = {
+            key: SharedBuffers(runtime.root, plan.ownership.buffers_of_others(key, spares_shared=key != self._last))
+            for key in (views if len(views) > 1 else ())
+        }
 
     def execute(self, step: Step, trainable: frozenset[str], ending: Ending | None = None) -> None:
         """Run all microbatches of a step; results of the last stage go to ``step.finish``.
@@ -270,7 +272,7 @@ class Engine:
         return [unpacked(*bridge.recv(place)) for bridge in bridges]
 
     def _spared(self, stage: StageKey) -> AbstractContextManager[None]:
-        return nullcontext() if stage == self._last else self._shared_buffers.spared()
+        return self._shared_buffers[stage].spared() if self._shared_buffers else nullcontext()
 
     def _forward(
         self, step: Step, action: Action, part: Microbatch, payloads: list[Payload], deferred: Deferred | None

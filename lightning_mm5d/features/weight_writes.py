@@ -1,4 +1,4 @@
-"""Refuses training steps that write to weights otherwise than one process does, which runs the step once for a batch.
+"""Refuses training steps that write to weights or buffers otherwise than one process, which runs the step once a batch.
 
 Here it runs for each microbatch and stage. That is the same where a write gives the same however often it is made (a
 clamp, a copy of other weights), before the step computes with the weight, or where the step undoes it. Else:
@@ -7,7 +7,7 @@ clamp, a copy of other weights), before the step computes with the weight, or wh
 2. From the second such run on, the step does not compute with the weight before the first write, unless what follows
    undoes that: earlier microbatches would have computed with other values than later ones.
 3. What the step writes to where it ends is written by all ranks that hold it, whose runs may have ended before
-   (`trainer.steps`).
+   (`trainer.steps`). That goes for buffers of layers, too, which one stage has.
 
 Embeddings with ``max_norm`` write to the rows that they read, and are left out.
 """
@@ -51,16 +51,21 @@ class _Watched(Attached, AroundSteps):
         renormed = {id(one.weight) for one in tables if one.max_norm is not None}
         named = running.module.named_parameters()
         self._weights = {name: one for name, one in named if id(one) not in renormed}
+        ownership = running.plan.ownership
+        shared, root = {*ownership.written_by_all}, running.module
+        names = {name for name, _ in root.named_buffers() if running.plan.topology.edges} - shared
+        owned = sorted(names & running.plan.partition.owners.keys())
+        self._buffers = {name: root.get_submodule(name.rpartition(".")[0]) for name in owned}
         running.engine.around.append(self)
 
     def step(self, course: Course) -> AroundStep | None:
         """Watch a training step."""
-        return _Step(self._weights, course.step) if course.step.trains else None
+        return _Step(self._weights, self._buffers, course.step) if course.step.trains else None
 
 
 class _Step(AroundStep):
-    def __init__(self, weights: Weights, step: Any) -> None:
-        self._weights, self._written = weights, step.weights_written
+    def __init__(self, weights: Weights, buffers: Mapping[str, nn.Module], step: Any) -> None:
+        self._weights, self._buffers, self._written = weights, buffers, step.weights_written
         self._norms = dict[str, Tensor]()  # of those that runs have written to
 
     def forward(self, run: Run, action: Action) -> AbstractContextManager[Any]:
@@ -71,8 +76,10 @@ class _Step(AroundStep):
     def _watched(self) -> Iterator[None]:
         known = {name: self._weights[name] for name in self._norms}
         order = _Order(known) if known else nullcontext()
+        before = self._versions()
         with written(self._weights) as names, order as early:
             yield
+        self._written |= {name for name, one in self._versions().items() if one != before[name]}
         for name in names():
             self._written.add(name)
             if is_remote(self._weights[name]):
@@ -84,6 +91,11 @@ class _Step(AroundStep):
                 raise _refusal(
                     name, "and computes with the weight before it writes: later runs with what earlier ones left"
                 )
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        with plain():
+            found = {name: module._buffers.get(name.rpartition(".")[2]) for name, module in self._buffers.items()}
+            return {name: (id(one), 0 if one is None else version_of(one)) for name, one in found.items()}
 
 
 @contextmanager

@@ -141,6 +141,20 @@ class Ownership:
             if name not in self.sizes and name not in self.division.shards and not self._is_of_one_stage(name)
         )
 
+    def buffers_of_others(self, stage: StageKey, *, spares_shared: bool) -> tuple[str, ...]:
+        """Return the buffers in layers, or beside parameters, that `stage` does not use.
+
+        Args:
+            stage: that runs the user's step.
+            spares_shared: whether those that every stage may write are among them.
+        """
+        members, owners = self.topology.members[stage], self.topology.partition.owners
+        buffers = [name for name in owners if name not in self.sizes]
+        shared = set(self.written_by_all)
+        return tuple(
+            name for name in buffers if (spares_shared if name in shared else set(members).isdisjoint(owners[name]))
+        )
+
     def shard_index(self, name: str, rank: int) -> int:
         """Return which shard of a sharded parameter `rank` holds: ``1`` for rank 3."""
         keys = (self.topology.stage_of[owner] for owner in self.topology.partition.owners[name])

@@ -33,7 +33,7 @@ from lightning_mm5d.gradients.gradients import Gradients, unfrozen
 from lightning_mm5d.gradients.parameter_hooks import published, set_aside, skipped
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.data_accesses import refused_writes
-from lightning_mm5d.sharded.remote_value import is_remote, plain
+from lightning_mm5d.sharded.remote_value import plain
 from lightning_mm5d.source.loops import appended_by_data
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.tensor_parallel.full_sizes import explained
@@ -285,12 +285,13 @@ class Steps:
         return loss if outputs is None else {**outputs, "loss": loss}
 
     def _check_written(self, result: StepResult, step: TrainingStep) -> None:
-        """Refuse a step that wrote to a parameter of this rank where it ends, and here had ended before."""
-        lost = {*result.weights_written} - step.weights_written
-        for name, _ in [(name, one) for name, one in self._named if name in lost and not is_remote(one)][:1]:
-            rule = "The step ends before that on a rank that holds the parameter, with its layers"
-            fix = "Write in on_train_batch_start or on_train_batch_end, which see all weights"
-            raise ConfigError("training_step", f"a write to {name!r}", rule, fix)
+        """Refuse a step that wrote to what this rank holds where it ends, and here had ended before."""
+        ownership = self._plan.ownership
+        for name in sorted({*result.weights_written} - step.weights_written):
+            if name in self._plan.partition.owners and self._rank in ownership.ranks_holding(name):
+                rule = "The step ends before that on a rank that holds it, with its layers"
+                fix = "Write in on_train_batch_start or on_train_batch_end, which all ranks run"
+                raise ConfigError("training_step", f"a write to {name!r}", rule, fix)
 
     def _check_unfrozen(self, before: frozenset[str]) -> None:
         """Refuse a step that unfreezes parameters: stages run backwards for what is trained when a step begins."""

@@ -53,3 +53,26 @@ class HooksNorm(Ordinary):
         layer = self.decoder.layers[3]
         layer.register_forward_hook(lambda *_: self.sizes.append(layer.down.weight.detach().abs().mean()))
         self.sizes: list[Tensor] = []
+
+
+class Counting(Ordinary):
+    """Has a counter in its first layer of language, which the first stage owns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder.layers[0].register_buffer("count", torch.zeros((), dtype=torch.long))
+
+
+@row(SECTION, "samples are counted in an early layer before the step computes", slots=["step", "build"])
+class CountsBefore(Counting):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.decoder.layers[0].count += batch["label"].numel()
+        return super().training_step(batch, batch_idx)
+
+
+@row(SECTION, "samples are counted in an early layer at the end of the step", slots=["step", "build"])
+class CountsAfter(Counting):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.decoder.layers[0].count += batch["label"].numel()
+        return loss
