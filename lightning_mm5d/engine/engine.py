@@ -127,9 +127,10 @@ class Engine:
         self._first_loss = FirstLoss(plan, runtime, views)
         order = plan.topology.order
         self._last = max(views, key=lambda key: (order.index(key.modality), key.number))  # of this rank
+        writers = {name: keys & views.keys() or {self._last} for name, keys in plan.ownership.buffer_stages.items()}
         self._shared_buffers = {
-            key: SharedBuffers(runtime.root, plan.ownership.buffers_of_others(key, spares_shared=key != self._last))
-            for key in (views if len(views) > 1 else ())
+            stage: SharedBuffers(runtime.root, [name for name, keys in writers.items() if stage not in keys])
+            for stage in (views if len(views) > 1 else ())
         }
 
     def execute(self, step: Step, trainable: frozenset[str], ending: Ending | None = None) -> None:

@@ -141,19 +141,15 @@ class Ownership:
             if name not in self.sizes and name not in self.division.shards and not self._is_of_one_stage(name)
         )
 
-    def buffers_of_others(self, stage: StageKey, *, spares_shared: bool) -> tuple[str, ...]:
-        """Return the buffers in layers, or beside parameters, that `stage` does not use.
-
-        Args:
-            stage: that runs the user's step.
-            spares_shared: whether those that every stage may write are among them.
-        """
-        members, owners = self.topology.members[stage], self.topology.partition.owners
-        buffers = [name for name in owners if name not in self.sizes]
-        shared = set(self.written_by_all)
-        return tuple(
-            name for name in buffers if (spares_shared if name in shared else set(members).isdisjoint(owners[name]))
-        )
+    @cached_property
+    def buffer_stages(self) -> dict[str, frozenset[StageKey]]:
+        """For each buffer, the stages that have it in their layers or beside their parameters; none for all others."""
+        shared, owners = set(self.written_by_all), self.topology.partition.owners
+        return {
+            name: frozenset(() if name in shared else map(self.topology.stage_of.__getitem__, owners[name]))
+            for name in owners
+            if name not in self.sizes
+        }
 
     def shard_index(self, name: str, rank: int) -> int:
         """Return which shard of a sharded parameter `rank` holds: ``1`` for rank 3."""

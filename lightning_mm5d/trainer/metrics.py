@@ -47,9 +47,9 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning_utilities import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from torchmetrics import Metric, MetricTracker
+from torchmetrics import Metric, MetricCollection, MetricTracker
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
@@ -71,6 +71,16 @@ def check_torchmetrics(metric: Metric) -> None:
             f"torchmetrics {torchmetrics.__version__}: {type(metric).__name__} has no {', '.join(missing)} any more. "
             "lightning_mm5d builds on it; install torchmetrics>=1.7,<2"
         )
+
+
+def in_containers(module: nn.Module) -> list[Metric]:
+    """Return the metrics that are in lists, tuples and dicts of a module's attributes, and no submodules."""
+    registered = {id(part) for part in module.modules()}
+    values = [value for name, value in vars(module).items() if not name.startswith("_")]
+    items = [item for value in values if isinstance(value, (list, tuple)) for item in value]
+    items += [item for value in values if isinstance(value, dict) for item in value.values()]
+    modules = [part for item in items if isinstance(item, (Metric, MetricCollection)) for part in item.modules()]
+    return [part for part in modules if isinstance(part, Metric) and id(part) not in registered]
 
 
 def step_value(metric: Metric) -> Any:

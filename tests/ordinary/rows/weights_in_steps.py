@@ -55,6 +55,9 @@ class HooksNorm(Ordinary):
         self.sizes: list[Tensor] = []
 
 
+COUNTED = {"replicas": "a replica counts its own samples, as under DDP"}
+
+
 class Counting(Ordinary):
     """Has a counter in its first layer of language, which the first stage owns."""
 
@@ -63,14 +66,16 @@ class Counting(Ordinary):
         self.decoder.layers[0].register_buffer("count", torch.zeros((), dtype=torch.long))
 
 
-@row(SECTION, "samples are counted in an early layer before the step computes", slots=["step", "build"])
+@row(
+    SECTION, "samples are counted in an early layer before the step computes", slots=["step", "build"], differs=COUNTED
+)
 class CountsBefore(Counting):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.decoder.layers[0].count += batch["label"].numel()
         return super().training_step(batch, batch_idx)
 
 
-@row(SECTION, "samples are counted in an early layer at the end of the step", slots=["step", "build"])
+@row(SECTION, "samples are counted in an early layer at the end of the step", slots=["step", "build"], differs=COUNTED)
 class CountsAfter(Counting):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
