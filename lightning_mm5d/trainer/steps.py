@@ -118,12 +118,6 @@ class FirstBatch(NamedTuple):
 class FirstWatch(Protocol):
     """Looks at the first batch of a run; all of it is collective."""
 
-    def begin(self, *, is_gathered: bool) -> None:
-        """The training step begins."""
-
-    def ran(self, runs: int) -> None:
-        """The step has run `runs` times on this rank, for each microbatch and stage."""
-
     def stepped(self, first: FirstBatch) -> None:
         """The step, of training or evaluation, has ended well on all ranks."""
 
@@ -221,8 +215,6 @@ class Steps:
         is_first = not self._has_trained and self._module.global_step == 0
         parts = self._split(batch, is_first=is_first)
         first = self.first if is_first else None
-        if first is not None:
-            first.begin(is_gathered=is_gathered)
         self._has_trained = True
         share = summing.share or 1.0
 
@@ -246,8 +238,6 @@ class Steps:
                 self.run(step, trainable, reduction.ending)
                 self._check_unfrozen(trainable)
             rows = self._gradients.finish(reduction)
-            if first is not None:
-                first.ran(step.runs)
         finally:
             self._gradients.leave()
             fresh = [

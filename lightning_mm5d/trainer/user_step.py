@@ -196,7 +196,6 @@ class UserStep:
         epoch: of the run.
         results: of the last stage, by index of the microbatch.
         scopes: what belongs to one microbatch at a time.
-        runs: how often the method was called.
         kept: what the step keeps in attributes of the module, which is marked where a microbatch ends.
         ended: indices of the microbatches that have ended, in their order.
         weights_written: names of parameters that it wrote to on this rank, where these are watched.
@@ -229,7 +228,6 @@ class UserStep:
         self._unchanged: dict[int, Any] = {}
         self._copies, self.writes = copies, False
         self._written: dict[int, _BatchCopy] = {}  # by identity of the tensor
-        self.runs = 0
         self.scopes: Sequence[Scope] = [capture]
         self.kept: KeptValues | None = None
         self.ended: list[int] = []
@@ -273,7 +271,6 @@ class UserStep:
         own = self.weights.own
         weight = own[index] if index < len(own) else microbatch.samples  # of another replica
         self._capture.begin_microbatch(index, weight)
-        self.runs += 1
         batch, copies = self._batch(microbatch), list[_BatchCopy]()
         if self._copies:
             batch = with_tensors(batch, lambda _, tensor: _copied(tensor, copies))
