@@ -106,26 +106,25 @@ def written(weights: Weights) -> Iterator[Callable[[], list[str]]]:
     """
     names = {id(one): name for name, one in weights.items()}
     with plain():
-        before = {name: (version_of(one), one.data_ptr()) for name, one in weights.items()}
+        before = [version_of(one) for one in weights.values()]
     reads: list[tuple[str, Tensor, int]] = []
-    sets = set[str]()
+    sets: dict[str, int] = {}  # addresses before
 
     def notice(parameter: Tensor, data: Tensor, is_set: bool) -> None:
         name = names.get(id(parameter))
         if name is not None and is_set:
-            sets.add(name)
+            with plain():
+                sets.setdefault(name, parameter.data_ptr())
         elif name is not None:
             reads.append((name, data, version_of(data)))
 
     def found() -> list[str]:
         with plain():
-            now = {name: (version_of(one), one.data_ptr()) for name, one in weights.items()}
+            now = [version_of(one) for one in weights.values()]
             through_data = {name for name, data, version in reads if version_of(data) != version}
-        return [
-            name
-            for name in weights
-            if name in through_data or now[name][0] != before[name][0] or (name in sets and now[name] != before[name])
-        ]
+            through_data |= {name for name, address in sets.items() if weights[name].data_ptr() != address}
+        changed = zip(weights, before, now, strict=True)
+        return [name for name, first, last in changed if first != last or name in through_data]
 
     with accesses(notice):
         yield found
