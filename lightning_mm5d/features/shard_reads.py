@@ -118,7 +118,8 @@ class Reads(TorchFunctionMode):
             self._step,
             f"{function}() of {name!r}",
             "The weight is sharded over tensor parallel ranks, of which each sees its own shard within a step",
-            "Look at it in on_train_batch_start or on_train_batch_end, which see full weights, or set tp_size to 1",
+            "Look at it in on_train_batch_start or on_train_batch_end, which see full weights. In place of a penalty, "
+            "use the optimizer's weight_decay, or add the penalty's gradient in on_after_backward",
         )
 
 
