@@ -92,6 +92,8 @@ FEATURES = (
     Registered("lock_step"),
     Registered("first_batch"),
     Registered("row_indices"),
+    Registered("weight_writes"),
+    Registered("shard_reads"),
     Registered("unread"),
     Registered("own_items"),
     Registered("nonfinite", {"on_nonfinite": "propagate"}),

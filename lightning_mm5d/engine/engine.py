@@ -127,8 +127,11 @@ class Engine:
         self._first_loss = FirstLoss(plan, runtime, views)
         order = plan.topology.order
         self._last = max(views, key=lambda key: (order.index(key.modality), key.number))  # of this rank
-        names = () if len(views) == 1 else plan.ownership.written_by_all
-        self._shared_buffers = SharedBuffers(runtime.root, names)
+        writers = {name: keys & views.keys() or {self._last} for name, keys in plan.ownership.buffer_stages.items()}
+        self._shared_buffers = {
+            stage: SharedBuffers(runtime.root, [name for name, keys in writers.items() if stage not in keys])
+            for stage in (views if len(views) > 1 else ())
+        }
 
     def execute(self, step: Step, trainable: frozenset[str], ending: Ending | None = None) -> None:
         """Run all microbatches of a step; results of the last stage go to ``step.finish``.
@@ -270,7 +273,7 @@ class Engine:
         return [unpacked(*bridge.recv(place)) for bridge in bridges]
 
     def _spared(self, stage: StageKey) -> AbstractContextManager[None]:
-        return nullcontext() if stage == self._last else self._shared_buffers.spared()
+        return self._shared_buffers[stage].spared() if self._shared_buffers else nullcontext()
 
     def _forward(
         self, step: Step, action: Action, part: Microbatch, payloads: list[Payload], deferred: Deferred | None

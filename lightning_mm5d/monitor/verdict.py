@@ -74,6 +74,11 @@ def deadlock(entries: Entries, seconds: float) -> str | None:
         call = running[callers[0]]["call"]
         told = f"{told}. Only {named(callers)} called {call}"
         advice = f"All ranks must call it: take {call} out of `if trainer.is_global_zero` and the like"
+        if any(running[rank].get("action") for rank in callers):
+            advice = (
+                "Each rank runs a step for its own stages and microbatches, so no call in it meets those of others: "
+                f"use self.log(..., sync_dist=True), or take {call} to a hook such as on_validation_batch_end"
+            )
     else:
         advice = "All ranks must make the same calls in the same order: call it on every rank"
     return f"ranks wait for each other in different places: {told}. {advice}"

@@ -141,6 +141,16 @@ class Ownership:
             if name not in self.sizes and name not in self.division.shards and not self._is_of_one_stage(name)
         )
 
+    @cached_property
+    def buffer_stages(self) -> dict[str, frozenset[StageKey]]:
+        """For each buffer, the stages that have it in their layers or beside their parameters; none for all others."""
+        shared, owners = set(self.written_by_all), self.topology.partition.owners
+        return {
+            name: frozenset(() if name in shared else map(self.topology.stage_of.__getitem__, owners[name]))
+            for name in owners
+            if name not in self.sizes
+        }
+
     def shard_index(self, name: str, rank: int) -> int:
         """Return which shard of a sharded parameter `rank` holds: ``1`` for rank 3."""
         keys = (self.topology.stage_of[owner] for owner in self.topology.partition.owners[name])

@@ -1,7 +1,7 @@
 """Notices accesses to `data` of parameters, through which a write leaves no trace in a parameter's version.
 
-`nn.Parameter` inherits `data` from torch; a property in front of it is there for a training step. What this package
-does itself with `data` is left out.
+`nn.Parameter` inherits `data` from torch; a property in front of it is there while somebody wants to know. What
+this package does itself with `data` is left out.
 """
 
 from __future__ import annotations
@@ -28,22 +28,37 @@ def accesses(notice: Callable[[Tensor, Tensor, bool], None]) -> Iterator[None]:
         notice: gets the parameter, the data that are read or will be set, and whether they will be set.
     """
 
-    def read(parameter: Tensor) -> Tensor:
-        data: Tensor = _DATA.__get__(parameter)
-        if not _is_own(sys._getframe(1).f_globals):
-            notice(parameter, data, False)
-        return data
-
-    def write(parameter: Tensor, data: Tensor) -> None:
-        if not _is_own(sys._getframe(1).f_globals):
-            notice(parameter, data, True)
-        _DATA.__set__(parameter, data)
-
-    nn.Parameter.data = property(read, write)  # type: ignore[assignment]
+    found = vars(nn.Parameter).get("data")
+    data = found if isinstance(found, _NoticedData) else _NoticedData()
+    data.notices.append(notice)
+    nn.Parameter.data = data  # type: ignore[assignment]
     try:
         yield
     finally:
-        del nn.Parameter.data
+        data.notices.remove(notice)
+        if not data.notices:
+            del nn.Parameter.data
+
+
+class _NoticedData(property):
+    """The property, for all that notice at a time; they may end in any order."""
+
+    def __init__(self) -> None:
+        super().__init__(self._read, self._write)
+        self.notices: list[Callable[[Tensor, Tensor, bool], None]] = []
+
+    def _read(self, parameter: Tensor) -> Tensor:
+        data: Tensor = _DATA.__get__(parameter)
+        if not _is_own(sys._getframe(1).f_globals):
+            for notice in self.notices:
+                notice(parameter, data, False)
+        return data
+
+    def _write(self, parameter: Tensor, data: Tensor) -> None:
+        if not _is_own(sys._getframe(1).f_globals):
+            for notice in self.notices:
+                notice(parameter, data, True)
+        _DATA.__set__(parameter, data)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from lightning_mm5d.config.errors import RemoteParameterError, private
 from lightning_mm5d.sharded.tensor import WRITING, functions_named
@@ -440,7 +441,9 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
             if is_remote(value) or value is None:
                 with plain():
                     func(*args)
-        elif not (isinstance(targets, Placeholder) or _has_no_memory(targets)):
+        elif isinstance(targets, Placeholder) or _has_no_memory(targets):
+            increment_version(targets)  # all that tells of it
+        else:
             _write_remote(func, name, args, kwargs, targets)
         return targets
     guard = origin.guard
@@ -481,6 +484,7 @@ def _write_each(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str
         remote = [tensor for tensor in tensors_of((one, options)) if is_remote(tensor)]
         target = targets[index]
         if is_remote(target) and (isinstance(target, Placeholder) or _has_no_memory(target)):
+            increment_version(target)
             continue
         guard = remote[0].origin.guard if remote else None
         if guard is not None and not is_remote(target) and not guard.is_dry:

@@ -13,7 +13,8 @@ stages need: what it writes there is put back (`Tail`).
 Buffers that every stage's run of the user's step would write, on a rank that runs several stages.
 
 A counter in the step would count once for each stage there. So all stages of the rank but one write to copies, which
-are thrown away. The last one writes to the buffers, because it runs most of the step.
+are thrown away. The last one writes to the buffers, because it runs most of the step; to those of layers, the stage
+that has these.
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning_utilities import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from torchmetrics import Metric, MetricTracker
+from torchmetrics import Metric, MetricCollection, MetricTracker
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
@@ -71,6 +71,16 @@ def check_torchmetrics(metric: Metric) -> None:
             f"torchmetrics {torchmetrics.__version__}: {type(metric).__name__} has no {', '.join(missing)} any more. "
             "lightning_mm5d builds on it; install torchmetrics>=1.7,<2"
         )
+
+
+def in_containers(module: nn.Module) -> list[Metric]:
+    """Return the metrics that are in lists, tuples and dicts of a module's attributes, and no submodules."""
+    registered = {id(part) for part in module.modules()}
+    values = [value for name, value in vars(module).items() if not name.startswith("_")]
+    items = [item for value in values if isinstance(value, (list, tuple)) for item in value]
+    items += [item for value in values if isinstance(value, dict) for item in value.values()]
+    modules = [part for item in items if isinstance(item, (Metric, MetricCollection)) for part in item.modules()]
+    return [part for part in modules if isinstance(part, Metric) and id(part) not in registered]
 
 
 def step_value(metric: Metric) -> Any:
@@ -96,11 +106,6 @@ def drop_result(metric: Metric) -> None:
 def count_as_updated(metric: Metric) -> None:
     """Let a metric that was never updated here compute without a warning."""
     metric._update_count = max(metric._update_count, 1)
-
-
-def update_count(metric: Metric) -> int:
-    """Return how often the metric was updated since its last reset."""
-    return metric._update_count
 
 
 class Kept(NamedTuple):
@@ -135,8 +140,15 @@ class Kept(NamedTuple):
 
 def _others(metric: Metric) -> dict[str, Any]:
     """What the metric holds beside its states: numbers, what a forward changes for its time, and an error leaves so."""
-    numbers = [name for name, value in vars(metric).items() if type(value) in (int, float, bool)]  # as `Running` has
-    return {name: getattr(metric, name) for name in (*_COUNTERS, *_CHANGED_BY_FORWARD, *numbers)}
+    own = {name: value for name, value in vars(metric).items() if name not in metric._defaults}
+    kinds = (int, float, bool, Tensor)  # of a wrapper, as `Running` and `MinMaxMetric` have
+    kept = {name: value for name, value in own.items() if type(value) in kinds}
+    return kept | {name: getattr(metric, name) for name in (*_COUNTERS, *_CHANGED_BY_FORWARD)}
+
+
+def _with_inner(metric: Metric) -> list[Kept]:
+    """Copies of the states of a metric and of those that it wraps."""
+    return [Kept.copied(one) for one in metric.modules() if isinstance(one, Metric)]
 
 
 def is_synced(metric: Metric) -> bool:
@@ -174,8 +186,8 @@ class _Call(NamedTuple):
 @dataclass
 class _Calls:
     metric: Metric
-    before: Kept
-    count: int
+    before: list[Kept]
+    is_joined: bool = True
     nbytes: int = 0
     by_microbatch: dict[int, list[_Call]] = field(default_factory=dict)
 
@@ -202,7 +214,7 @@ class JoinedMetrics:
         if self._is_inside or index is None:
             return original(*args, **kwargs)
         if id(metric) not in self._calls:
-            self._calls[id(metric)] = _Calls(metric, Kept.copied(metric), update_count(metric))
+            self._calls[id(metric)] = _Calls(metric, _with_inner(metric))
         self._is_inside = True
         try:
             value = original(*args, **kwargs)
@@ -211,11 +223,20 @@ class JoinedMetrics:
         calls = self._calls[id(metric)]
         calls.nbytes += sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         if calls.nbytes > MOST_BYTES:
-            calls.by_microbatch.clear()
-        else:
+            self._leave(calls)
+        if calls.is_joined:
             call = _Call(original, tree_map_only(Tensor, Tensor.detach, (args, kwargs)), value)
             calls.by_microbatch.setdefault(index, []).append(call)
         return value
+
+    def reset(self, metric: Metric) -> None:
+        """The step resets `metric`."""
+        if not self._is_inside and id(metric) in self._calls:
+            self._leave(self._calls[id(metric)])
+
+    def _leave(self, calls: _Calls) -> None:
+        calls.is_joined = False
+        calls.by_microbatch.clear()
 
     def covers_a_part(self, metric: Metric) -> bool:
         """Whether `metric` has seen some microbatches of the batch, perhaps not all, and no call of it is running."""
@@ -237,17 +258,20 @@ class JoinedMetrics:
             made = [calls.by_microbatch[index] for index in sorted(calls.by_microbatch)]
             together = [_joined([call.given for call in same]) for same in zip(*made, strict=False)]
             is_whole = len({*map(len, made)}) == 1 and None not in together
-            if len(made) < 2 or not is_whole or update_count(calls.metric) != calls.count + sum(map(len, made)):
+            inner = {id(one.metric) for one in calls.before} - {number}
+            if len(made) < 2 or not is_whole or not calls.is_joined or not inner.isdisjoint(self._calls):
                 continue
-            after = Kept.copied(calls.metric)
-            calls.before.put_back()
+            after = _with_inner(calls.metric)
+            for kept in calls.before:
+                kept.put_back()
             try:
                 for place, (args, kwargs) in enumerate(together):
                     value = made[0][place].original(*args, **kwargs)
                     if isinstance(value, Tensor):
                         self.values[number, place] = value
             except Exception:  # it counts by microbatches, as it did without an error
-                after.put_back()
+                for kept in after:
+                    kept.put_back()
 
 
 def _joined(given: Sequence[Any]) -> Any:
@@ -335,6 +359,7 @@ class MetricSync:
                 own |= {
                     "forward": partial(self._forward, metric),
                     "update": partial(self._update, metric, metric.update),
+                    "reset": partial(self._reset, metric),
                 }
             self._undo.append((metric, {name: vars(metric)[name] for name in own if name in vars(metric)}))
             vars(metric).update(own)
@@ -343,7 +368,7 @@ class MetricSync:
     def detach(self) -> None:
         """Give the attached metrics their stock sync back (a process group cannot be pickled)."""
         for metric, own in self._undo:
-            for name in ("sync", "forward", "update"):
+            for name in ("sync", "forward", "update", "reset"):
                 vars(metric).pop(name, None)
             vars(metric).update(own)
         self._undo.clear()
@@ -356,6 +381,11 @@ class MetricSync:
             original(*args, **kwargs)
         elif counts:
             self._call(metric, original, args, kwargs)
+
+    def _reset(self, metric: Metric) -> None:
+        type(metric).reset(metric)
+        if self._joined is not None:
+            self._joined.reset(metric)
 
     def _call(self, metric: Metric, original: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if self._joined is None or not self._is_last:
@@ -392,7 +422,7 @@ class MetricSync:
         known = {id(metric) for metric in self._metrics}
         for metric in [part for tracker in self._trackers for part in tracker.modules() if isinstance(part, Metric)]:
             if id(metric) not in known:
-                for name in ("sync", "forward"):  # of what it is a copy of
+                for name in ("sync", "forward", "reset"):  # of what it is a copy of
                     vars(metric).pop(name, None)
                 self.attach([metric])
         self._is_local, self._joined = True, joined

@@ -43,7 +43,7 @@ from lightning_mm5d.trainer.copied_modules import CopiedModules
 from lightning_mm5d.trainer.cut_module import CutModule
 from lightning_mm5d.trainer.feature import BEFORE_TRANSFER, Attached, Feature, Running
 from lightning_mm5d.trainer.kept_shards import has_rows, keep_shards, lose_rows
-from lightning_mm5d.trainer.metrics import MetricSync
+from lightning_mm5d.trainer.metrics import MetricSync, in_containers
 from lightning_mm5d.trainer.optimization import Optimization
 from lightning_mm5d.trainer.process_group import device_mesh
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
@@ -190,7 +190,7 @@ class Session:
         guard = self.guard
         self._metrics = MetricSync(loss_group=loss_group, is_last=is_last, world_src=last[0][0], guard=guard)
         if not self.is_plain:
-            parts = [*module.modules()]
+            parts = [*module.modules(), *in_containers(module)]
             trackers = [part for part in parts if isinstance(part, MetricTracker)]
             self._metrics.attach([part for part in parts if isinstance(part, Metric)], trackers)
         replicas = {

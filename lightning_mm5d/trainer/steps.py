@@ -118,12 +118,6 @@ class FirstBatch(NamedTuple):
 class FirstWatch(Protocol):
     """Looks at the first batch of a run; all of it is collective."""
 
-    def begin(self, *, is_gathered: bool) -> None:
-        """The training step begins."""
-
-    def ran(self, runs: int) -> None:
-        """The step has run `runs` times on this rank, for each microbatch and stage."""
-
     def stepped(self, first: FirstBatch) -> None:
         """The step, of training or evaluation, has ended well on all ranks."""
 
@@ -221,8 +215,6 @@ class Steps:
         is_first = not self._has_trained and self._module.global_step == 0
         parts = self._split(batch, is_first=is_first)
         first = self.first if is_first else None
-        if first is not None:
-            first.begin(is_gathered=is_gathered)
         self._has_trained = True
         share = summing.share or 1.0
 
@@ -246,8 +238,6 @@ class Steps:
                 self.run(step, trainable, reduction.ending)
                 self._check_unfrozen(trainable)
             rows = self._gradients.finish(reduction)
-            if first is not None:
-                first.ran(step.runs)
         finally:
             self._gradients.leave()
             fresh = [
@@ -261,6 +251,7 @@ class Steps:
             loss, has_graph = self._mean_loss(step)
             merged = dataclasses.replace(self._merged(step, loss, values), has_graph=has_graph)
         result = self._shown(self._share(parts, merged), values)
+        self._check_written(result, step)
         if not result.has_graph:
             rule = "No microbatch's loss has a gradient, so that nothing would be trained"
             fix = "Return a loss that depends on a trainable parameter; frozen ones, `detach` and `no_grad` cut it off"
@@ -282,6 +273,15 @@ class Steps:
         loss = published(result.loss.to(self._device), publish)
         outputs = _by_name(result.outputs)
         return loss if outputs is None else {**outputs, "loss": loss}
+
+    def _check_written(self, result: StepResult, step: TrainingStep) -> None:
+        """Refuse a step that wrote to what this rank holds where it ends, and here had ended before."""
+        ownership = self._plan.ownership
+        for name in sorted({*result.weights_written} - step.weights_written):
+            if name in self._plan.partition.owners and self._rank in ownership.ranks_holding(name):
+                rule = "The step ends before that on a rank that holds it, with its layers"
+                fix = "Write in on_train_batch_start or on_train_batch_end, which all ranks run"
+                raise ConfigError("training_step", f"a write to {name!r}", rule, fix)
 
     def _check_unfrozen(self, before: frozenset[str]) -> None:
         """Refuse a step that unfreezes parameters: stages run backwards for what is trained when a step begins."""
@@ -498,7 +498,8 @@ class Steps:
         ]
         if len(samples) > 1 and step.ended == [*range(len(samples))]:
             values.join(samples)
-        return StepResult(loss, outputs, logs, kept=values.changes(), stops=self._module.trainer.should_stop)
+        stops, written = self._module.trainer.should_stop, sorted(step.weights_written)
+        return StepResult(loss, outputs, logs, kept=values.changes(), stops=stops, weights_written=written)
 
     def _share(self, numbers: Iterable[int], merged: StepResult | None) -> dict[int, StepResult]:
         """Share results within each of some replicas; `merged` is that of this rank's own."""

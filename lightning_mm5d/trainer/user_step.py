@@ -72,6 +72,7 @@ class StepResult:
         fails: whether a pipeline could not run it, so that it has nothing else.
         kept: what the step changed in attributes of the module, see `KeptValues.changes`.
         stops: whether the step has asked the trainer to stop.
+        weights_written: names of parameters that the step wrote to.
     """
 
     loss: Tensor | None = None
@@ -81,6 +82,7 @@ class StepResult:
     fails: bool = False
     kept: list[Any] = field(default_factory=list)
     stops: bool = False
+    weights_written: list[str] = field(default_factory=list)
 
     def check_equal(self, shared: StepResult) -> None:
         """Refuse a loss or log that differs from the one of another rank with the same last layers.
@@ -153,17 +155,18 @@ def tree_of(result: StepResult) -> Any:
         result.fails,
         result.kept,
         result.stops,
+        result.weights_written,
     ]
 
 
 def _from_tree(tree: Any) -> StepResult:
-    loss, numbers, outputs, options, values, fails, kept, stops = tree
+    loss, numbers, outputs, options, values, fails, kept, stops, weights_written = tree
     has_graph, *sizes = numbers.tolist()
     logs = [
         MergedLog(options=LogOptions(**one), value=value, batch_size=size)
         for one, value, size in zip(options, values, sizes, strict=True)
     ]
-    return StepResult(loss, outputs, logs, bool(has_graph), fails, kept, stops)
+    return StepResult(loss, outputs, logs, bool(has_graph), fails, kept, stops, weights_written)
 
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -193,9 +196,9 @@ class UserStep:
         epoch: of the run.
         results: of the last stage, by index of the microbatch.
         scopes: what belongs to one microbatch at a time.
-        runs: how often the method was called.
         kept: what the step keeps in attributes of the module, which is marked where a microbatch ends.
         ended: indices of the microbatches that have ended, in their order.
+        weights_written: names of parameters that it wrote to on this rank, where these are watched.
     """
 
     trains = False
@@ -225,10 +228,10 @@ class UserStep:
         self._unchanged: dict[int, Any] = {}
         self._copies, self.writes = copies, False
         self._written: dict[int, _BatchCopy] = {}  # by identity of the tensor
-        self.runs = 0
         self.scopes: Sequence[Scope] = [capture]
         self.kept: KeptValues | None = None
         self.ended: list[int] = []
+        self.weights_written = set[str]()
 
     def structure(self, batch: Any) -> Hashable:
         """Return a key that is equal for batches of equal nesting, dtypes and numbers of dims, whatever their sizes."""
@@ -268,7 +271,6 @@ class UserStep:
         own = self.weights.own
         weight = own[index] if index < len(own) else microbatch.samples  # of another replica
         self._capture.begin_microbatch(index, weight)
-        self.runs += 1
         batch, copies = self._batch(microbatch), list[_BatchCopy]()
         if self._copies:
             batch = with_tensors(batch, lambda _, tensor: _copied(tensor, copies))

@@ -44,6 +44,11 @@ CASES = {
         ON_ALL.format("save_checkpoint"),
     ),
     "a collective of torch": (alone("all_reduce", "on_validation_end"), entry("recv"), ON_ALL.format("all_reduce")),
+    "a collective of torch in a step": (
+        alone("all_reduce", "validation_step", action="vision.0, forward of microbatch 0"),
+        entry("recv"),
+        "use self.log(..., sync_dist=True), or take all_reduce to a hook",
+    ),
     "a shorter loader": (entry("recv", phase=END), BEGINS, EQUAL_LENGTHS),
     "a shorter loader, and a save of all ranks": (
         alone("save_checkpoint", "on_train_epoch_end", phase=END),

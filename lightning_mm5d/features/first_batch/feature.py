@@ -1,8 +1,7 @@
 """Compares what first batches give with what their microbatches give: losses, logged numbers and results of steps.
 
 It warns where the loss of the first training batch is not the mean of its microbatches' losses, and where a training,
-validation or test step logs or returns something else for a batch than what is made of its microbatches. It also
-refuses a training step that writes to frozen weights, which would write for each microbatch and stage.
+validation or test step logs or returns something else for a batch than what is made of its microbatches.
 
 A schedule trains the weighted mean of the losses of microbatches. That is the loss of the batch only where this is a
 mean over samples, or over what ``loss_weight`` counts: not a sum, not a comparison of samples with each other, not
@@ -15,8 +14,8 @@ chance as many. Phases, once in a run for each step and dataloader, after the fi
 2. The first rank where the first replica's step ends compares (`comparisons.py`); where the first microbatch has two
    losses, nothing.
 3. What the runs have changed is put back: buffers, attributes, metrics, parameters, random generators.
-4. Where a training step has written to buffers or frozen weights, all of it once more: these begin with other values,
-   so that averages of weights show which begin as a copy of them.
+4. Where a training step has written to buffers, all of it once more: these begin with other values, so that averages
+   of weights show which begin as a copy of them.
 """
 
 from __future__ import annotations
@@ -27,19 +26,16 @@ from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.batches import split_replicas
 from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.features.first_batch.comparisons import SEE, compare, tell_of_buffers, unlike_buffers
 from lightning_mm5d.features.first_batch.joined_step import JoinedStep, put_back
 from lightning_mm5d.sharded.collectives import message_device
-from lightning_mm5d.sharded.remote_value import is_remote, plain
+from lightning_mm5d.sharded.remote_value import plain
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.steps import FirstBatch
 
-_NORMED = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
 _log = logging.getLogger("lightning.pytorch")  # shows what it is told, where Lightning does
 
 
@@ -55,40 +51,8 @@ class _Checks(Attached):
     def __init__(self, running: Running) -> None:
         self._module, self._device, self._layout = running.module, running.device, running.plan.layout
         self._rank, self._ownership = running.rank, running.plan.ownership
-        self._frozen = dict[str, Tensor]()
         self._steps = running.steps
         self.put_attribute(running.steps, "first", self)
-
-    def begin(self, *, is_gathered: bool) -> None:
-        """Keep the norms of frozen parameters."""
-        self._frozen = {} if is_gathered else self._norms()
-
-    def _norms(self) -> dict[str, Tensor]:
-        """Return the norms of the frozen parameters that this rank has."""
-        with plain():
-            named = self._module.named_parameters(remove_duplicate=False)
-            found = {name: p for name, p in named if not (p.requires_grad or is_remote(p))}
-            found = {name: p for name, p in found.items() if p.dtype in _NORMED and p.layout == torch.strided}
-            norms = torch._foreach_norm([p.detach() for p in found.values()]) if found else ()
-        return dict(zip(found, norms, strict=True))
-
-    def ran(self, runs: int) -> None:
-        """Refuse, on all ranks, a step that writes to frozen weights (a momentum encoder's) and runs several times."""
-        before, self._frozen = self._frozen, {}
-        after = self._norms() if before and runs > 1 else {}
-        self._refuse([name for name in before if name in after and bool(before[name] != after[name])], runs)
-
-    def _refuse(self, changed: Collection[str], runs: int) -> None:
-        """Refuse on all ranks that `runs` of the step on any have changed frozen weights."""
-        most = torch.tensor(runs if changed else 0, device=message_device(self._device))
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        if most:
-            raise ConfigError(
-                "training_step",
-                f"a write to {min(changed)!r}" if changed else "a write to a frozen parameter of another rank",
-                f"The step runs {int(most)} times a batch, for each microbatch and stage, and would write as often",
-                "Write in on_train_batch_start or on_train_batch_end, which run once and see all weights",
-            )
 
     def stepped(self, first: FirstBatch) -> None:
         """Compare, if all ranks can, what two microbatches give with what both as one give; or say why not."""
@@ -145,17 +109,15 @@ class _Checks(Attached):
         return step
 
     def _compare_buffers(self, first: FirstBatch, joined: Mapping[int, list[Microbatch]], step: JoinedStep) -> None:
-        """Compare what is left in buffers, and in frozen weights, on all ranks if any has written to such."""
+        """Compare what is left in buffers, on all ranks if any has written to such."""
         unlike = self._unlike(step)
         with plain():
-            parameters = dict(self._module.named_parameters())
-            tensors = {**parameters, **dict(self._module.named_buffers())}
-        written = set() if step.fails else {name for name in step.written if tensors[name].is_floating_point()}
+            buffers = dict(self._module.named_buffers())
+        written = set() if step.fails else {name for name in step.written if buffers[name].is_floating_point()}
         unseen = torch.tensor(any(map(self._is_primary, written - unlike)), device=message_device(self._device)).int()
         dist.all_reduce(unseen, dist.ReduceOp.MAX)
         if unseen:
             unlike |= self._unlike(self._run(first, joined, written))
-            self._refuse(unlike & parameters.keys(), max(map(len, first.parts.values()), default=0))
         tell_of_buffers(unlike)
 
     def _unlike(self, step: JoinedStep) -> set[str]:

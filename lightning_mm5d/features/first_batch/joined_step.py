@@ -65,16 +65,16 @@ class JoinedStep(UserStep):
     Args:
         args: as for `UserStep`.
         state: of the module before.
-        others: names of buffers and frozen parameters that begin with other values than they have.
+        others: names of buffers that begin with other values than they have.
         kwargs: as for `UserStep`.
 
     Attributes:
         before: attributes of the module, by name.
         losses: of a training step in the last stage, by index of the microbatch.
         rows: what the step put into attributes of the module there: arrays by name, by index of the microbatch.
-        buffers: that runs on this rank have changed, by index of the microbatch; also frozen parameters among `others`.
+        buffers: that runs on this rank have changed, by index of the microbatch.
         start: with what these began, but where the second microbatch went on.
-        written: names of all buffers and frozen parameters of this rank that runs have written to, changed or not.
+        written: names of all buffers of this rank that runs have written to, changed or not.
         opens: whether it ended because it opened a file to write it.
         logs: numbers that the step logged there, by index of the microbatch, and by what and when.
     """
@@ -103,7 +103,7 @@ class JoinedStep(UserStep):
             self._metrics.restart()
         before = _drawn()
         with ExitStack() as stack:
-            begun = self._begun(index, stack)
+            begun = self._begun(index)
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # or layers are compiled again
             stack.enter_context(self._no_writes())
             watched = stack.enter_context(_Watched(self, self._module))
@@ -114,38 +114,26 @@ class JoinedStep(UserStep):
         self.fails |= _drawn() != before
         return result
 
-    def _begun(self, index: int, stack: ExitStack) -> dict[str, _Begun]:
-        """Give buffers and frozen parameters the values that a run begins with; return these by name.
+    def _begun(self, index: int) -> dict[str, _Begun]:
+        """Give buffers the values that a run begins with; return these by name.
 
         Args:
             index: of the microbatch; the second one goes on with what the first has left.
-            stack: puts parameters back.
         """
         values = self.buffers.get(0, {}) if index == 1 else {}
         with plain(), torch.no_grad():
-            for name, tensor in self._kept().items():
+            for name, tensor in _buffers(self._module).items():
                 if name in self._others and name not in self.start:
                     self.start[name] = _other(name, tensor)
                 value = values.get(name, self.start[name] if name in self._others else None)
-                if isinstance(tensor, nn.Parameter):
-                    stack.callback(setattr, tensor, "data", tensor.data)
-                    tensor.data = tensor.data.clone() if value is None else value.clone()
-                elif value is not None:
+                if value is not None:
                     _replace(self._module, tensor, value.clone())
-            return {name: _Begun.of(tensor) for name, tensor in self._kept().items()}
-
-    def _kept(self) -> dict[str, Tensor]:
-        """The buffers of this rank, and its frozen parameters among `others`."""
-        with plain():
-            named = self._module.named_parameters() if self._others else ()
-            frozen = {name: one for name, one in named if name in self._others and not is_remote(one)}
-        return {**_buffers(self._module), **frozen}
+            return {name: _Begun.of(tensor) for name, tensor in _buffers(self._module).items()}
 
     def _note(self, index: int, begun: Mapping[str, _Begun], watched: _Watched) -> None:
         """Note what a run has written, and what it has left."""
-        self.written |= watched.frozen()
         left = self.buffers.setdefault(index, {})
-        for name, tensor in self._kept().items():
+        for name, tensor in _buffers(self._module).items():
             if name not in begun:
                 continue
             if begun[name].is_written(tensor, watched.written):
@@ -208,19 +196,11 @@ class _Watched(TorchFunctionMode):
         self._step = step
         self._data: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}  # by address
         self._copies: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self._frozen: dict[str, nn.Parameter] = {}
         self.written = set[int]()
         with plain(), torch.no_grad():
-            for name, parameter in module.named_parameters():
+            for parameter in module.parameters():
                 if not is_remote(parameter) and parameter.numel():
                     self._data.setdefault(_address(parameter), []).append((parameter, parameter.data))
-                    if not parameter.requires_grad:
-                        self._frozen[name] = parameter
-
-    def frozen(self) -> set[str]:
-        """Return the names of frozen parameters that were written to, or have other data."""
-        moved = {id(parameter) for parameter, data in self._pairs() if parameter.data_ptr() != data.data_ptr()}
-        return {name for name, one in self._frozen.items() if id(one) in moved or _address(one) in self.written}
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for pairs in self._data.values():

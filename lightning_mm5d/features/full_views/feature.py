@@ -350,8 +350,7 @@ class _FullViews(Attached):
                 vars(parameter).pop("opens", None)
                 parameter.__class__ = form.kind
                 if "values" in self._opened and form.data.shape != parameter.shape:
-                    other = torch.float32 if form.data.dtype == torch.float16 else torch.float16
-                    parameter.data = torch.empty(0, dtype=other, device=form.data.device)  # a new node of autograd
+                    _forget_node(parameter)
                 parameter.data = form.data
                 parameter.grad = form.grad
                 form.grad = None
@@ -444,6 +443,8 @@ class _FullViews(Attached):
             for form, tensor in zip(self._forms, full, strict=True):
                 if kind == "values":
                     assert tensor is not None, form.name
+                    if form.data.shape != form.shape:
+                        _forget_node(form.parameter)
                     form.parameter.data = tensor
                 elif tensor is not None:
                     added = form.parameter.grad  # by a backward of the hook
@@ -487,6 +488,12 @@ class _FullViews(Attached):
                     shown = message.to(buffer.device)
                     module._buffers[name] = shown
                     self._swapped.append((module, name, shown, buffer))
+
+
+def _forget_node(parameter: nn.Parameter) -> None:
+    """Let a parameter, which gets data of another shape, have a new node of autograd: a graph may keep the old one."""
+    other = torch.float32 if parameter.dtype == torch.float16 else torch.float16
+    parameter.data = torch.empty(0, dtype=other, device=parameter.device)
 
 
 def _refuse_gradient(path: str, gradient: Tensor) -> None:

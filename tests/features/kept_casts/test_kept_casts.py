@@ -100,13 +100,15 @@ def test_casts_are_not_kept_over_writes_to_weights() -> None:
 
 
 class WritingData(Precise):
-    """Writes to a weight through `data` before it is used again, from the second step on."""
+    """Writes to a weight through `data` while it is used again, from the second step on."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         weight, loss = self.decoder.head.weight, super().training_step(batch, batch_idx)
         if self.global_step:
+            before = weight.detach().clone()
             weight.data.clamp_(-0.1, 0.1)
             loss = loss + super().training_step(batch, batch_idx)
+            weight.data.copy_(before)
         return loss
 
 

@@ -20,6 +20,7 @@ from ordinary.rows import (  # noqa: F401
     put_anew,
     trainer_flags,
     tricks,
+    weights_in_steps,
 )
 from ordinary.uses import USES
 

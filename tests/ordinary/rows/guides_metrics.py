@@ -78,6 +78,12 @@ metric(
     lambda x, b: (F.cross_entropy(x, b["label"]),),
     differs=METRIC | dict.fromkeys(("split", "pp"), "a metric of numbers counts microbatches as updates"),
 )
+metric(
+    "`RunningMean` of the losses of samples",
+    lambda: RunningMean(3),
+    lambda x, b: (F.cross_entropy(x, b["label"], reduction="none"),),
+    differs=METRIC,
+)
 
 
 @row(SECTION, "`MetricCollection` with a prefix, cloned for training and validation", differs=METRIC)
@@ -267,3 +273,22 @@ class CountsInValidation(RightAnswers):
 
     def on_validation_epoch_end(self) -> None:
         self.seen.append(self.right.tolist())
+
+
+@row(SECTION, "metrics in a plain list: `self.metrics = [MulticlassAccuracy(...)]`", slots=["step"])
+class InList(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = [MulticlassPrecision(CLASSES), MulticlassRecall(CLASSES)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch)
+        for metric in self.metrics:
+            metric.update(logits, batch["label"])
+        return F.cross_entropy(logits, batch["label"])
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.seen += [float(metric.compute()) for metric in self.metrics]
+        for metric in self.metrics:
+            metric.reset()

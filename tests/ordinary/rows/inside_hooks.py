@@ -84,6 +84,21 @@ class PenaltyBackward(Ordinary):
         (0.01 * sum((p**2).sum() for p in self.parameters())).backward()
 
 
+@row(
+    SECTION,
+    "a penalty's `backward()` in `on_after_backward`, while activations are kept with their graph",
+    slots=["build"],
+)
+class PenaltyBesideGraph(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        kept: list[Any] = [None]
+        self.decoder.layers[3].up.register_forward_hook(lambda _, args, result: kept.__setitem__(0, result))
+
+    def on_after_backward(self) -> None:
+        (0.01 * sum((p**2).sum() for p in self.parameters())).backward()
+
+
 @row(SECTION, "`torch.autograd.grad` of a weight, added to its gradient")
 class PenaltyGrad(Ordinary):
     def on_after_backward(self) -> None:

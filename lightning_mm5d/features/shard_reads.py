@@ -1,0 +1,126 @@
+"""Refuses steps that reduce a sharded weight to a number or row, of which each rank would have that of its own shard.
+
+``self.norm.copy_(self.layer.weight.norm())`` in a step, or in a forward hook of a module, looks at what this rank
+holds. Hooks of Lightning see full weights. Where such a value comes into a loss or a log, ranks have unequal ones and
+say so; in a buffer, an attribute or a file nobody would see it. What a module itself computes with its shard takes
+other tensors along, or leaves the sharded dim as it is, and is not meant.
+
+The first batch of each step is watched. A modality that is sharded over no ranks costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
+from lightning_mm5d.schedule import Action
+from lightning_mm5d.sharded.remote_value import TELLING, is_remote
+from lightning_mm5d.sharded.shards import Shard
+from lightning_mm5d.stage import Run
+from lightning_mm5d.trainer.feature import Attached, Feature, Running
+
+_DIM_AT = dict.fromkeys(("sum", "mean", "prod", "std", "var", "amax", "amin", "max", "min", "logsumexp", "median"), 1)
+_DIM_AT |= dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "quantile", "normalize"), 2)
+"""where the dim is among the arguments of a reduction"""
+
+
+class ShardReads(Feature):
+    """Has no field: it changes no number."""
+
+    def attach(self, running: Running) -> Attached | None:
+        """Watch the first step of each kind, unless modules are compiled."""
+        shards = running.plan.division.shards
+        named = running.module.named_parameters(remove_duplicate=False)
+        weights = {name: one for name, one in named if name in shards and not is_remote(one)}
+        if not weights or running.steps.batch_parts.is_compiled:
+            return None
+        return _Watched(running, weights, {name: _dims(shards[name]) for name in weights})
+
+
+class _Watched(Attached, AroundSteps, AroundStep):
+    def __init__(
+        self, running: Running, weights: Mapping[str, nn.Parameter], dims: Mapping[str, Sequence[int]]
+    ) -> None:
+        self._weights, self._dims = weights, dims
+        self._seen = set[str]()
+        self._name = ""
+        running.engine.around.append(self)
+
+    def step(self, course: Course) -> AroundStep | None:
+        """Watch the first of each kind."""
+        self._name = getattr(course.step, "name", "step")
+        return None if self._name in self._seen else self
+
+    def forward(self, run: Run, action: Action) -> AbstractContextManager[Any]:
+        """Watch one run."""
+        return Reads(self._name, self._weights, self._dims)
+
+    def end(self) -> None:
+        """Watch no other of its kind."""
+        self._seen.add(self._name)
+
+
+def _dims(shard: Shard) -> tuple[int, ...]:
+    return (shard.dim,) if shard.across is None else (shard.dim, shard.across.dim)
+
+
+class Reads(TorchFunctionMode):
+    """Refuses a reduction over the sharded dim of what is made of one sharded weight alone.
+
+    Args:
+        step: its name.
+        weights: by name.
+        dims: the sharded dims of each.
+    """
+
+    def __init__(self, step: str, weights: Mapping[str, nn.Parameter], dims: Mapping[str, Sequence[int]]) -> None:
+        super().__init__()
+        self._step, self._dims = step, {name: {dim % weights[name].dim() for dim in own} for name, own in dims.items()}
+        self._shapes = {name: one.shape for name, one in weights.items()}
+        self._made: dict[int, tuple[str, Tensor]] = {id(one): (name, one) for name, one in weights.items()}
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)] if func not in TELLING else []
+        names = {self._made[id(one)][0] if id(one) in self._made else None for one in tensors}
+        if len(names) != 1 or None in names:
+            return func(*args, **kwargs)
+        (name,) = names
+        self._check(str(name), tensors[0], getattr(func, "__name__", ""), args, kwargs)
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.numel() == tensors[0].numel():
+            self._made[id(result)] = str(name), result
+        return result
+
+    def _check(self, name: str, tensor: Tensor, function: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        if function not in _DIM_AT:
+            return
+        place = _DIM_AT[function]
+        dim = kwargs.get("dim", args[place] if len(args) > place else None)
+        if function == "normalize" and dim is None:
+            dim = 1
+        dims = [dim] if isinstance(dim, int) else dim
+        is_full = not isinstance(dims, (list, tuple)) or not dims
+        if not is_full and tensor.shape == self._shapes[name]:
+            is_full = not self._dims[name].isdisjoint(one % tensor.dim() for one in dims)
+        if not is_full:
+            return
+        raise ConfigError(
+            self._step,
+            f"{function}() of {name!r}",
+            "The weight is sharded over tensor parallel ranks, of which each sees its own shard within a step",
+            "Look at it in on_train_batch_start or on_train_batch_end, which see full weights. In place of a penalty, "
+            "use the optimizer's weight_decay, or add the penalty's gradient in on_after_backward",
+        )
+
+
+FEATURE = ShardReads

@@ -1,0 +1,196 @@
+"""Refuses training steps that write to weights or buffers otherwise than one process, which runs the step once a batch.
+
+Here it runs for each microbatch and stage. That is the same where a write gives the same however often it is made (a
+clamp, a copy of other weights), before the step computes with the weight, or where the step undoes it. Else:
+
+1. A weight that a run has written to has the same norm after each later run of the batch, or the write adds up.
+2. From the second such run on, the step does not compute with the weight before the first write, unless what follows
+   undoes that: earlier microbatches would have computed with other values than later ones.
+3. What the step writes to where it ends is written by all ranks that hold it, whose runs may have ended before
+   (`trainer.steps`). That goes for buffers of layers, too, which one stage has.
+
+Embeddings with ``max_norm`` write to the rows that they read, and are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
+from lightning_mm5d.schedule import Action
+from lightning_mm5d.sharded.data_accesses import accesses
+from lightning_mm5d.sharded.remote_value import TELLING, is_remote, plain
+from lightning_mm5d.sharded.tensor import functions_named, written_by
+from lightning_mm5d.sharded.torch_internals import version_of
+from lightning_mm5d.stage import Run
+from lightning_mm5d.trainer.feature import Attached, Feature, Running
+
+_SHOWING = TELLING | {*functions_named("data detach", Tensor)}
+Weights = Mapping[str, nn.Parameter]
+
+
+class WeightWrites(Feature):
+    """Has no field: it changes no number."""
+
+    def attach(self, running: Running) -> Attached | None:
+        """Watch the training steps of schedules."""
+        return None if running.is_plain else _Watched(running)
+
+
+class _Watched(Attached, AroundSteps):
+    def __init__(self, running: Running) -> None:
+        tables = [one for one in running.module.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
+        renormed = {id(one.weight) for one in tables if one.max_norm is not None}
+        named = running.module.named_parameters()
+        self._weights = {name: one for name, one in named if id(one) not in renormed}
+        ownership = running.plan.ownership
+        shared, root = {*ownership.written_by_all}, running.module
+        names = {name for name, _ in root.named_buffers() if running.plan.topology.edges} - shared
+        owned = sorted(names & running.plan.partition.owners.keys())
+        self._buffers = {name: root.get_submodule(name.rpartition(".")[0]) for name in owned}
+        running.engine.around.append(self)
+
+    def step(self, course: Course) -> AroundStep | None:
+        """Watch a training step."""
+        return _Step(self._weights, self._buffers, course.step) if course.step.trains else None
+
+
+class _Step(AroundStep):
+    def __init__(self, weights: Weights, buffers: Mapping[str, nn.Module], step: Any) -> None:
+        self._weights, self._buffers, self._written = weights, buffers, step.weights_written
+        self._norms = dict[str, Tensor]()  # of those that runs have written to
+
+    def forward(self, run: Run, action: Action) -> AbstractContextManager[Any]:
+        """Watch one run."""
+        return self._watched()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        known = {name: self._weights[name] for name in self._norms}
+        order = _Order(known) if known else nullcontext()
+        before = self._versions()
+        with written(self._weights) as names, order as early:
+            yield
+        self._written |= {name for name, one in self._versions().items() if one != before[name]}
+        for name in names():
+            self._written.add(name)
+            if is_remote(self._weights[name]):
+                continue
+            norm = _norm(self._weights[name])
+            if not _are_equal(self._norms.setdefault(name, norm), norm):
+                raise _refusal(name, "and would write as often")
+            if early is not None and name in early.found:
+                raise _refusal(
+                    name, "and computes with the weight before it writes: later runs with what earlier ones left"
+                )
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        with plain():
+            found = {name: module._buffers.get(name.rpartition(".")[2]) for name, module in self._buffers.items()}
+            return {name: (id(one), 0 if one is None else version_of(one)) for name, one in found.items()}
+
+
+@contextmanager
+def written(weights: Weights) -> Iterator[Callable[[], list[str]]]:
+    """Enter around a run; what it gives returns, after the run, the names of the weights that it wrote to.
+
+    A weight may show other data for a time.
+    """
+    names = {id(one): name for name, one in weights.items()}
+    with plain():
+        before = [version_of(one) for one in weights.values()]
+    reads: list[tuple[str, Tensor, int]] = []
+    sets: dict[str, int] = {}  # addresses before
+
+    def notice(parameter: Tensor, data: Tensor, is_set: bool) -> None:
+        name = names.get(id(parameter))
+        if name is not None and is_set:
+            with plain():
+                sets.setdefault(name, parameter.data_ptr())
+        elif name is not None:
+            reads.append((name, data, version_of(data)))
+
+    def found() -> list[str]:
+        with plain():
+            now = [version_of(one) for one in weights.values()]
+            through_data = {name for name, data, version in reads if version_of(data) != version}
+            through_data |= {name for name, address in sets.items() if weights[name].data_ptr() != address}
+        changed = zip(weights, before, now, strict=True)
+        return [name for name, first, last in changed if first != last or name in through_data]
+
+    with accesses(notice):
+        yield found
+
+
+class _Order(TorchFunctionMode):
+    """Notes weights with which a run computes, for gradients, before a first write that changes nothing.
+
+    Args:
+        weights: those that earlier runs have written to, by name.
+
+    Attributes:
+        found: their names.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        self._weights, self._ids = weights, {id(one): name for name, one in weights.items()}
+        self._used = set[str]()
+        self._done = set[str]()
+        self.found = set[str]()
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _SHOWING:
+            return func(*args, **kwargs)
+        targets = {_address(one) for one in written_by(func, args, kwargs) if not is_remote(one)}
+        firsts = {name: _norm(one) for name, one in self._weights.items() if targets and self._is_first(name, targets)}
+        if not targets and torch.is_grad_enabled():
+            self._used |= {
+                self._ids[id(one)] for one in tree_leaves((args, kwargs)) if id(one) in self._ids
+            } - self._done
+        result = func(*args, **kwargs)
+        for name, norm in firsts.items():
+            self._done.add(name)
+            if name in self._used and _are_equal(norm, _norm(self._weights[name])):
+                self.found.add(name)
+        return result
+
+    def _is_first(self, name: str, targets: set[int]) -> bool:
+        return (
+            name not in self._done and not is_remote(self._weights[name]) and _address(self._weights[name]) in targets
+        )
+
+
+def _norm(weight: Tensor) -> Tensor:
+    weight = weight.detach()
+    is_half = weight.is_floating_point() and weight.dtype.itemsize < 4
+    return torch.linalg.vector_norm(weight, dtype=torch.float32 if is_half else None)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether norms are equal; of what rests elsewhere both are NaN."""
+    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _refusal(name: str, why: str) -> ConfigError:
+    rule = f"The step runs for each microbatch and stage, {why}"
+    fix = "Write in on_train_batch_start or on_train_batch_end, which run once and see all weights"
+    return ConfigError("training_step", f"a write to {name!r}", rule, fix)
+
+
+FEATURE = WeightWrites

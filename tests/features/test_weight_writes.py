@@ -1,0 +1,137 @@
+"""A training step that runs for each microbatch and stage writes to weights as one process does, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from features.toys import PAIR, Layout, Run, Toy, alone, assert_same, weights
+from lightning_mm5d import ConfigError, Modality
+from lightning_mm5d.features.weight_writes import written
+from lightning_mm5d.sharded.data_accesses import accesses
+from lightning_mm5d.sharded.remote_value import Guard, Origin, make_placeholder
+from ranks import run_ranks
+
+
+def _shows_other_data(weight: nn.Parameter) -> None:
+    before, weight.data = weight.data, weight.data * 2
+    weight.data = before
+
+
+WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "in place": lambda weight: weight.mul_(0.5),
+    "of a part": lambda weight: weight.detach()[1:].mul_(0.5),
+    "of several": lambda weight: torch._foreach_mul_([weight], 0.5),
+    "through data": lambda weight: weight.data.clamp_(-1, 1),
+    "through a part of data": lambda weight: weight.data[0].fill_(0.5),
+    "other data": lambda weight: setattr(weight, "data", weight.data.clamp(-1, 1)),
+}
+READS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "a sum": lambda weight: weight.sum(),
+    "a sum of data": lambda weight: weight.data.sum(),
+    "a copy": lambda weight: weight.data.clone().mul_(2),
+    "other data for a time": _shows_other_data,
+}
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+@pytest.mark.parametrize("name", [*WRITES, *READS])
+def test_a_write_shows_wherever_the_weight_is(name: str, is_here: bool) -> None:
+    weight, other = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2))
+    if not is_here:
+        make_placeholder(weight, weight.shape, Origin("weight", Guard(lambda _: "rank 1")))
+    with torch.no_grad(), written({"weight": weight, "other": other}) as found:
+        (WRITES | READS)[name](weight)
+    assert found() == (["weight"] if name in WRITES else [])
+
+
+def test_of_several_that_notice_accesses_each_does_and_they_end_in_any_order() -> None:
+    weight, seen = nn.Parameter(torch.ones(3)), list[str]()
+    first, second = accesses(lambda *_: seen.append("first")), accesses(lambda *_: seen.append("second"))
+    first.__enter__()
+    second.__enter__()
+    weight.data = weight.data * 2
+    first.__exit__(None, None, None)
+    weight.data.sum()
+    second.__exit__(None, None, None)
+    assert seen == ["first", "second", "first", "second", "second"]
+    assert "data" not in vars(nn.Parameter)
+
+
+class Writing(Toy):
+    """Writes in every second step, before it computes or after that."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.when, self.write = STEPS[name]
+        nn.init.constant_(self.decoder.layers[0].up.weight, 0.01)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for when in ("before", "after"):
+            loss = self.loss(batch) if when == "after" else None
+            if when == self.when and batch_idx % 2:
+                self.write(self)
+        return loss
+
+
+def _for_a_time(module: Toy) -> None:
+    weight = module.encoder.patch.weight
+    before = weight.detach().clone()
+    weight.data.mul_(2)
+    weight.data.copy_(before)
+
+
+def _in_place(factor: float, weight: Any) -> None:
+    with torch.no_grad():
+        weight.mul_(factor)
+
+
+STEPS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "a clamp before": ("before", lambda m: m.decoder.layers[0].up.weight.data.clamp_(-0.005, 0.005)),
+    "a norm before": ("before", lambda m: m.decoder.head.weight.data.copy_(m.decoder.head.weight.detach().sign())),
+    "other values for a time": ("after", _for_a_time),
+    "a clamp after": ("after", lambda m: m.decoder.layers[0].up.weight.data.clamp_(-0.005, 0.005)),
+    "a clamp of the last layer after": ("after", lambda m: m.decoder.head.weight.data.clamp_(-0.005, 0.005)),
+    "a decay before": ("before", lambda m: m.decoder.layers[0].up.weight.data.mul_(0.99)),
+    "a decay in place before": ("before", lambda m: _in_place(0.99, m.encoder.patch.weight)),
+    "a decay after": ("after", lambda m: _in_place(0.99, m.encoder.patch.weight)),
+}
+ALONE = Layout({"model": Modality()}, 1)
+REPEATABLE = {"a clamp before", "a norm before", "other values for a time"}
+
+
+def trained(run: Run, name: str) -> Any:
+    module = Writing(name)
+    run.trainer(limit_val_batches=0).fit(module, run.training(), run.loader(8))
+    return weights(module)
+
+
+def test_a_write_in_several_microbatches_is_that_of_one_process_or_refused() -> None:
+    """the whole model: rank 0"""
+
+    def on_rank(rank: int) -> dict[str, Any]:
+        for name in STEPS.keys() - REPEATABLE:
+            with pytest.raises(ConfigError, match="a write to"):
+                trained(Run(ALONE), name)
+        return {name: trained(Run(ALONE), name) for name in REPEATABLE}
+
+    found = run_ranks(1, on_rank)[0]
+    for name, got in found.items():
+        assert_same(got, alone(lambda run, name=name: trained(run, name)))
+
+
+def test_a_write_in_one_microbatch_is_that_of_one_process() -> None:
+    """vision: rank 0, language: rank 1"""
+    late = {"a decay after", "other values for a time"}  # of the encoder, whose rank has ended its step
+    names = [name for name in STEPS if name not in late]
+
+    def on_rank(rank: int) -> dict[str, Any]:
+        return {name: trained(Run(PAIR, {"num_microbatches": 1}), name) for name in names}
+
+    found = run_ranks(2, on_rank)[0]
+    for name in names:
+        assert_same(found[name], alone(lambda run, name=name: trained(run, name)))
