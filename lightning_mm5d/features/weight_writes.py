@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,7 +35,10 @@ from lightning_mm5d.stage import Run
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 
 _SHOWING = TELLING | {*functions_named("data detach", Tensor)}
+_VERSION = attrgetter("_version")
 Weights = Mapping[str, nn.Parameter]
+Place = tuple[dict[str, Tensor | None], str]
+"""Where a module has a buffer: its own ones, and the name there."""
 
 
 class WeightWrites(Feature):
@@ -55,7 +59,7 @@ class _Watched(Attached, AroundSteps):
         shared, root = {*ownership.written_by_all}, running.module
         names = {name for name, _ in root.named_buffers() if running.plan.topology.edges} - shared
         owned = sorted(names & running.plan.partition.owners.keys())
-        self._buffers = {name: root.get_submodule(name.rpartition(".")[0]) for name in owned}
+        self._buffers = {name: _place(root, name) for name in owned}
         running.engine.around.append(self)
 
     def step(self, course: Course) -> AroundStep | None:
@@ -64,7 +68,7 @@ class _Watched(Attached, AroundSteps):
 
 
 class _Step(AroundStep):
-    def __init__(self, weights: Weights, buffers: Mapping[str, nn.Module], step: Any) -> None:
+    def __init__(self, weights: Weights, buffers: Mapping[str, Place], step: Any) -> None:
         self._weights, self._buffers, self._written = weights, buffers, step.weights_written
         self._norms = dict[str, Tensor]()  # of those that runs have written to
 
@@ -94,8 +98,13 @@ class _Step(AroundStep):
 
     def _versions(self) -> dict[str, tuple[int, int]]:
         with plain():
-            found = {name: module._buffers.get(name.rpartition(".")[2]) for name, module in self._buffers.items()}
+            found = {name: buffers.get(key) for name, (buffers, key) in self._buffers.items()}
             return {name: (id(one), 0 if one is None else version_of(one)) for name, one in found.items()}
+
+
+def _place(root: nn.Module, name: str) -> Place:
+    path, _, key = name.rpartition(".")
+    return root.get_submodule(path)._buffers, key
 
 
 @contextmanager
@@ -106,28 +115,34 @@ def written(weights: Weights) -> Iterator[Callable[[], list[str]]]:
     """
     names = {id(one): name for name, one in weights.items()}
     with plain():
-        before = [version_of(one) for one in weights.values()]
+        before = [*map(_VERSION, weights.values())]
     reads: list[tuple[str, Tensor, int]] = []
-    sets: dict[str, int] = {}  # addresses before
+    sets = dict[str, tuple[int, int]]()
 
     def notice(parameter: Tensor, data: Tensor, is_set: bool) -> None:
         name = names.get(id(parameter))
         if name is not None and is_set:
-            with plain():
-                sets.setdefault(name, parameter.data_ptr())
+            sets.setdefault(name, _state(parameter))
         elif name is not None:
             reads.append((name, data, version_of(data)))
 
     def found() -> list[str]:
         with plain():
-            now = [version_of(one) for one in weights.values()]
-            through_data = {name for name, data, version in reads if version_of(data) != version}
-            through_data |= {name for name, address in sets.items() if weights[name].data_ptr() != address}
-        changed = zip(weights, before, now, strict=True)
-        return [name for name, first, last in changed if first != last or name in through_data]
+            now = [*map(_VERSION, weights.values())]
+            if now == before and not (reads or sets):
+                return []
+            changed = {name for name, one, other in zip(weights, before, now, strict=True) if one != other}
+            changed |= {name for name, data, version in reads if version_of(data) != version}
+            changed |= {name for name, state in sets.items() if _state(weights[name]) != state}
+        return [name for name in weights if name in changed]
 
     with accesses(notice):
         yield found
+
+
+def _state(weight: Tensor) -> tuple[int, int]:
+    with plain():
+        return version_of(weight), weight.data_ptr()
 
 
 class _Order(TorchFunctionMode):
