@@ -58,6 +58,17 @@ def message_device(device: torch.device, group: dist.ProcessGroup | None = None)
     return torch.device("cpu") if backend_of(device, group) in (None, "gloo") else device
 
 
+def carried(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return `x` as messages of a group are: without gaps, and on a device that one of its backends carries.
+
+    Args:
+        x: on any device; NCCL carries none of host memory.
+        group: that this rank is in; None for the default group.
+    """
+    kinds = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    return (x if x.device.type in kinds else x.to(kinds[0])).contiguous()
+
+
 def waits_on_device(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether a device waits for messages by itself; with gloo the host does, and each group has its threads.
 

@@ -26,9 +26,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_mm5d.config.errors import private
 from lightning_mm5d.sharded.tensor import written_by
 from lightning_mm5d.sharded.torch_internals import version_of
 
+_is_wrapped = private(torch._C._functorch, "is_functorch_wrapped_tensor")
 _FEW = 4096  # numbers of a tensor that is made a second time on the host
 _MANY = 1 << 16  # places in memory whose writes are counted
 _COLLECTIVES = ("all", "_all", "broadcast", "gather", "recv", "reduce", "_reduce", "scatter")
@@ -198,8 +200,8 @@ def on_device(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether `x` is in memory of its own, and stands for nothing that other ranks hold."""
-    return type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided
+    """Whether `x` is in memory of its own, and stands neither for what other ranks hold nor for samples of vmap."""
+    return type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided and not _is_wrapped(x)
 
 
 def _is_small(x: Tensor) -> bool:

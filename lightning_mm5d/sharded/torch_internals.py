@@ -5,7 +5,7 @@ Collectives of one tensor have the names that torch 2.13 gave them; torch 2.11 a
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
@@ -44,6 +44,17 @@ def is_view(x: Tensor) -> bool:
 def version_of(x: Tensor) -> int:
     """How often `x` has been written in place; 0 in inference mode, in which torch does not count."""
     return 0 if x.is_inference() else x._version
+
+
+@contextmanager
+def writes_counted() -> Iterator[None]:
+    """Enter where tensors are made whose writes torch counts, as it does not those of inference mode."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    is_grad_enabled = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(is_grad_enabled):
+        yield
 
 
 def assert_on_device(condition: Tensor) -> None:

@@ -47,6 +47,9 @@ from lightning_mm5d.stage.step_writes import StepWrites, Tail
 from lightning_mm5d.stage.taps import Call, Taps, mark_dependent, mark_stand_in, must_travel, traced
 from lightning_mm5d.stage.view import GraphEndError, StageError, StageView, StandIn, Stop
 
+_OF_A_DEVICE = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+"""errors that other ranks, which run the same code, need not come to"""
+
 
 class Pass:
     """The passes of one step through the layers of one modality, one after the other.
@@ -197,7 +200,7 @@ class Run:
             except Stop:
                 self.result = None
             except Exception as error:
-                if self._tail is None and not self._may_end_by(error):
+                if isinstance(error, _OF_A_DEVICE) or (self._tail is None and not self._may_end_by(error)):
                     raise
             finally:
                 if self._tail is not None:
@@ -240,12 +243,12 @@ class Run:
     def _may_end_by(self, error: Exception) -> bool:
         """Whether this stage, which has made something of each of its modalities, may throw away what raised `error`.
 
-        What is an error by itself is raised in the last stage, too, which runs the same code.
+        What is an error by itself is raised in the last stage, too, which runs the same code outside of layers and
+        boundaries.
         """
         if self.stage.is_last or self._fails_inside or isinstance(error, StageError):
             return False
-        cuts = self.stage.cuts.items()
-        return self._made().keys() >= {name for name, cut in cuts if cut.index == self._runtime.last_stage(name)}
+        return self._made().keys() >= self.stage.cuts.keys()
 
     def _look_on(self) -> None:
         """Only look at what the step does from here on, until it computes something here again."""
@@ -412,7 +415,11 @@ class Run:
             return
         path = self._runtime.partition.parts[modality].paths[index]
         with self._taps.watching(layer, path, index, hidden), self.writes.noted(path, path):
-            yield
+            try:
+                yield
+            except Exception:
+                self._fails_inside = True
+                raise
 
     def passed(self, modality: str, layer: int, result: Any, known: StandIn, hidden: Any) -> Any:
         """Return the result of a remote layer, of which `result` stands in for what was not received."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,6 +22,7 @@ from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.host_copies import HostCopies
 from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.sharded.removable import Removable
+from lightning_mm5d.sharded.torch_internals import writes_counted
 from lightning_mm5d.stage import Patches, Runtime, StageView, TorchEncoders, drop_parameters, views
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 from lightning_mm5d.trainer.feature import Feature
@@ -141,11 +142,7 @@ class CutModule(Removable):
     @contextmanager
     def moving(self) -> Iterator[None]:
         """Enter where a batch moves to the device, so that the host knows it while nobody writes to it."""
-        with ExitStack() as stack:
-            if stack.enter_context(self.host_copies()) is self._host and torch.is_inference_mode_enabled():
-                is_grad_enabled = torch.is_grad_enabled()
-                stack.enter_context(torch.inference_mode(False))  # in which torch counts no writes
-                stack.enter_context(torch.set_grad_enabled(is_grad_enabled))
+        with self.host_copies() as host, nullcontext() if host is None else writes_counted():
             yield
 
     def _own_layers(self) -> dict[str, list[str]]:

@@ -363,9 +363,10 @@ class ProcessStrategy(ParallelStrategy, ABC):
     def build_in_full(self, module: pl.LightningModule) -> None:
         """Build what `configure_model` and such contexts describe, with memory for all; values will be replaced.
 
-        A process that only waits for ranks calls it, before it gets their weights.
+        A process that only waits for ranks calls it, before it gets their weights. It leaves devices alone: whoever has
+        used CUDA can fork no more ranks.
         """
-        with kept_random_state(self.root_device):
+        with kept_random_state():
             if not is_configured(module):
                 with self.precision_plugin.module_init_context():
                     module.configure_model()

@@ -11,6 +11,7 @@ from torch.distributed.nn.functional import all_gather
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.collectives import carried
 from lightning_mm5d.sharded.remote_value import settled
 from lightning_mm5d.stage import Runtime
 
@@ -65,12 +66,14 @@ class ReplicaCollectives:
         if name not in ("mean", "avg", "sum", "max", "min", "none"):
             rule = "Replicas are reduced by mean, sum, max or min"
             raise ConfigError("strategy.reduce(reduce_op)", reduce_op, rule, "Use one of these, or all_gather")
+        own = carried(tensor.detach())
         if name in ("max", "min"):
-            result = tensor.detach().clone()
+            result = own.clone()
             dist.all_reduce(result, dist.ReduceOp.MAX if name == "max" else dist.ReduceOp.MIN)
-            return result
-        result = tensor.detach().clone() if self._rank in self._sources else torch.zeros_like(tensor)
+            return result.to(tensor.device)
+        result = own.clone() if self._rank in self._sources else torch.zeros_like(own)
         dist.all_reduce(result)
+        result = result.to(tensor.device)
         return result / len(self._sources) if name in ("mean", "avg") else result
 
     def all_gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
@@ -90,13 +93,15 @@ class ReplicaCollectives:
             raise ConfigError("self.all_gather", list(tensor.shape), rule, fix)
         active = None if self._runtime is None else self._runtime.active
         if active is None:
-            everywhere = [torch.empty_like(tensor) for _ in range(self._world_size)]
-            dist.all_gather(everywhere, tensor.detach().contiguous())
-            return torch.stack([everywhere[rank] for rank in self._sources])
+            own = carried(tensor.detach())
+            everywhere = [torch.empty_like(own) for _ in range(self._world_size)]
+            dist.all_gather(everywhere, own)
+            return torch.stack([everywhere[rank] for rank in self._sources]).to(tensor.device)
         if not active.stage.is_last or self._loss_group is None:
             return torch.stack([tensor] * len(self._sources))
+        own = carried(tensor if sync_grads else tensor.detach(), self._loss_group)
         if sync_grads:
-            return torch.stack(list(all_gather(tensor, self._loss_group)))
-        gathered = [torch.empty_like(tensor) for _ in self._sources]
-        dist.all_gather(gathered, tensor.detach().contiguous(), group=self._loss_group)
-        return torch.stack(gathered)
+            return torch.stack(list(all_gather(own, self._loss_group))).to(tensor.device)
+        gathered = [torch.empty_like(own) for _ in self._sources]
+        dist.all_gather(gathered, own, group=self._loss_group)
+        return torch.stack(gathered).to(tensor.device)

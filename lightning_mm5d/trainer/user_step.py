@@ -22,6 +22,7 @@ from lightning_mm5d.data.microbatch import Microbatch, copied, with_tensors
 from lightning_mm5d.engine.codec import TreeChannel
 from lightning_mm5d.engine.step import Scope
 from lightning_mm5d.sharded.remote_value import is_remote, settled
+from lightning_mm5d.sharded.torch_internals import writes_counted
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import Packer, detached, map_tensors, unsharded
 from lightning_mm5d.trainer.kept_values import KeptValues
@@ -392,7 +393,8 @@ class _BatchCopy(NamedTuple):
 
 
 def _copied(tensor: Tensor, copies: list[_BatchCopy]) -> Tensor:
-    copy = tensor.clone()
+    with writes_counted():
+        copy = tensor.clone()
     copies.append(_BatchCopy(tensor, copy, copy._version))
     return copy
 

@@ -234,3 +234,18 @@ def test_what_is_unknown_is_read_once() -> None:
     with pytest.raises(NotImplementedError, match="meta"):
         host.of(x.to(META))
     assert host.waits == 1
+
+
+def test_masks_that_are_made_under_vmap_are_those_without_the_host() -> None:
+    """As transformers makes them: each index is a tensor in no memory of its own."""
+
+    def mask(row: Tensor, column: Tensor) -> Tensor:
+        allowed = row.new_ones((), dtype=torch.bool)
+        allowed = allowed & (column <= row)
+        return allowed & (row - column < 3)
+
+    made = torch.vmap(torch.vmap(mask, (None, 0)), (0, None))
+    with PretendedDevice() as device:
+        index = device.moved(torch.arange(6))
+        found = made(index, index)
+    assert torch.equal(found, made(torch.arange(6), torch.arange(6)))

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 from features.toys import PIPE, SHARED, TWINS, Layout, Outcome, Run, Toy, assert_same, figures, outcomes
 from lightning_mm5d.stage import is_placeholder
+from nccl_order import NAMES
 from sweeps import dealt
 
 
@@ -93,6 +94,18 @@ def predicted_of_two(run: Run) -> Any:
     return run.trainer().predict(Talkative(), [run.loader(8), run.loader(12)])
 
 
+class Inferring(Talkative):
+    """Writes to its batch, as steps may."""
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        batch["images"] *= 2
+        return {**super().predict_step(batch, batch_idx), "is_inferring": torch.is_inference_mode_enabled()}
+
+
+def inferred(run: Run) -> Any:
+    return run.trainer().predict(Inferring(), run.loader(20))
+
+
 SCENARIOS = (hooks, evaluated, predicted, predicted_unequally, predicted_of_two)
 LAYOUTS = [PIPE, TWINS, SHARED]
 
@@ -159,3 +172,13 @@ def test_predictions_are_those_of_one_process_in_order(found: Any, name: str) ->
                 assert_same(torch.cat([batch[key] for batch in batches]), mine)
             texts = [text for batch in whole for text in batch["text"]]
             assert [t for b in batches for t in b["text"]] == texts[shard_of(layout, rank) :: layout.replicas]
+
+
+@pytest.mark.parametrize("layout", [PIPE, SHARED], ids=["pipe", "shared"])
+def test_evaluations_in_inference_mode_equal_one_process(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning leaves inference mode out where the backend is gloo, and evaluates in it with NCCL."""
+    monkeypatch.setenv("TEST_BACKEND", NAMES[0])
+    outcome = outcomes(layout, evaluated, inferred)
+    assert all(batch["is_inferring"] for batches in outcome["inferred"].ranks for batch in batches)
+    test_tests_and_validations_without_training_equal_one_process((layout, outcome))
+    test_predictions_are_those_of_one_process_in_order((layout, outcome), "inferred")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from features.toys import PAIR, PIPE, SHARED, TWINS, Layout, Run, Samples, Scenario, Toy, together
 from lightning_mm5d.config.errors import ConfigError
@@ -48,6 +48,28 @@ class LastStageFails(Toy):
         if batch_idx == 1:
             raise KeyError("the user's own mistake")
         return loss
+
+
+class FirstLayerFails(Toy):
+    """An error in a layer of the first language stage, which other ranks never come to."""
+
+    def on_train_start(self) -> None:
+        self.decoder.layers[0].register_module("norm", Breaking())
+
+
+class Breaking(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        raise ValueError("no kernel for this layer")
+
+
+class FullDevice(Toy):
+    """The device of the first language stage has no memory left between two passes through the layers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first = self.loss(batch)
+        if torch.distributed.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return first + self.loss(batch)
 
 
 class StopsIterating(Toy):
@@ -113,6 +135,8 @@ CASES = {
     "a reduction of one's own": (OwnReduction, PIPE, "ConfigError", "reduce_fx"),
     "a batch that cannot be cut": (Uncut, PAIR, "ConfigError", "table"),
     "an iterator that is empty": (StopsIterating, PAIR, "RuntimeError", "training_step raised StopIteration"),
+    "an error in a layer of the first stage": (FirstLayerFails, PIPE, "ValueError", "no kernel for this layer"),
+    "a device that is full between two passes": (FullDevice, PIPE, "OutOfMemoryError", "CUDA out of memory"),
     "an error of one rank": (LastStageFails, TWINS, "KeyError", "own mistake"),
 }
 

@@ -18,6 +18,8 @@ from lightning_mm5d.sharded.torch_internals import (
     is_view,
     number_in_backward,
     renumber_in_backward,
+    version_of,
+    writes_counted,
 )
 
 
@@ -86,3 +88,13 @@ def test_a_private_name_that_has_moved_is_told(monkeypatch: pytest.MonkeyPatch) 
         assert_on_device(torch.tensor(True))
     with pytest.raises(ImportError, match=r"torch 2.* has no torch\._C\._current_graph_task_id"):
         in_backward()
+
+
+def test_writes_to_tensors_of_inference_mode_are_counted_where_they_are_made_so() -> None:
+    with torch.inference_mode():
+        with writes_counted():
+            copy = torch.ones(2).clone()
+            assert not torch.is_grad_enabled()
+        assert torch.is_inference_mode_enabled()
+        copy += 1
+    assert version_of(copy) == 1

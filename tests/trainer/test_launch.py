@@ -27,6 +27,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_mm5d import MultimodalStrategy
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.trainer import launch
 
@@ -273,3 +274,16 @@ def test_more_ranks_than_cores_get_one_thread_each(monkeypatch: pytest.MonkeyPat
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+
+
+def test_a_process_that_waits_for_ranks_leaves_their_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has used CUDA can fork no ranks, as those of the next run in a notebook."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("CUDA is initialised")
+
+    for name in ("get_rng_state", "set_rng_state", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    strategy = MultimodalStrategy()
+    strategy.parallel_devices, strategy.cluster_environment = [torch.device("cuda", 0)], LightningEnvironment()
+    strategy.build_in_full(pl.LightningModule())

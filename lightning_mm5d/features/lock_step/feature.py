@@ -135,6 +135,10 @@ class LockStep(Attached, AroundUpdates):
         for path, module in self._runtime.root.named_modules():
             if callable(getattr(type(module), "generate", None)):
                 self._patch_generate(path, module)
+            if hasattr(
+                module, "get_compiled_call"
+            ):  # which transformers asks for on a GPU: ranks meet inside of the call
+                self.put_attribute(module, "get_compiled_call", partial(_as_it_is, module))
 
     def walks(self, name: str) -> bool:
         """Whether the evaluation `name` is known to pass several times through the model."""
@@ -420,6 +424,10 @@ class LockStep(Attached, AroundUpdates):
                 f"rank {self._rank} calls {expected} where another rank of its replica calls {sent}: what the step "
                 "does must not depend on the rank (random numbers of its own, the clock, files)"
             )
+
+
+def _as_it_is(module: nn.Module, *_: Any) -> Callable[..., Any]:
+    return module.__call__
 
 
 def _check_clock(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -14,11 +14,12 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import CompileConfig
 
 from features.toys import PIPE, TWINS, Layout, Run, Toy, assert_same, figures, outcomes, together, weights
 from lightning_mm5d import Modality
 from parity.harness import Batches, Recorder, strategy
-from ranks import call_ranks
+from ranks import call_ranks, run_ranks
 from sweeps import swept
 from zoo import CASES
 
@@ -165,6 +166,33 @@ def test_generated_text_is_that_of_one_process(name: str) -> None:
             assert rank[part] == one[part]
         assert_same(rank["losses"], one["losses"], 1e-6)
         assert_same(rank["metrics"], one["metrics"], 1e-6)
+
+
+def compiled(rank: int) -> bool:
+    """Whether `generate` compiles the model, as it does on a GPU with a static cache; here it is told to."""
+    _, modalities, world = LAYOUTS["encoder and decoder pp 2"]
+    compile_config = CompileConfig()
+    compile_config._compile_all_devices = True
+    seen: list[Any] = []
+    torch.compile = lambda call, **_: seen.append(call) or call  # type: ignore[assignment,func-returns-value]
+
+    class Static(Speaker):
+        def speak(self, batch: Any) -> Any:
+            static = {"cache_implementation": "static", "compile_config": compile_config}
+            return continued(self, batch, **static)
+
+    module, loader = (
+        Static(CASES["llama"].build().model),
+        DataLoader(Batches([CASES["llama"].batch(2)]), batch_size=None),
+    )
+    trainer = L.Trainer(accelerator="cpu", devices=world, strategy=strategy(modalities), logger=False)
+    trainer.predict(module, loader)
+    return bool(seen)
+
+
+def test_a_model_that_generates_on_several_ranks_is_not_compiled() -> None:
+    """language: ranks 0-1 as stages."""
+    assert run_ranks(2, compiled) == [False, False]
 
 
 # --- replicas, microbatches and loops of one's own ---
