@@ -291,10 +291,15 @@ OF_STRATEGY: Mapping[str, type] = {
     "launch": LaunchOptions,
     "numerics": NumericsOptions,
 }
-BESIDE = ("module", "boundary", "feeds", "dp_size", "tp_size", "pp_size", "cp_size", "ep_size", "colocate_with", "cost")
+BESIDE = (
+    *("module", "boundary", "feeds", "feeds_from", "dp_size", "tp_size", "pp_size", "cp_size", "ep_size"),
+    *("colocate_with", "cost"),
+)
 """What a user may say of a modality beside its groups."""
 FIELDS = ("modalities", "schedule", "batching", "placement", "checkpoint", "launch", "numerics", "timeline")
 """What a user may say of the strategy."""
+OBJECTS = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
+"""What the trainer hands to the strategy, which stands in a configuration that a parser has written, as null."""
 
 
 def names_of(kind: type) -> list[str]:
@@ -456,6 +461,34 @@ def option_values(said: Mapping[str, Any]) -> dict[str, Any]:
     return given | {name: getattr(group, name) for group in groups for name in names_of(type(group))}
 
 
+def refuse_unknown(said: Mapping[str, Any]) -> None:
+    """Refuse names that the strategy does not take.
+
+    Raises:
+        ConfigError: at the first such name.
+    """
+    taken = signature(fields_of_strategy).parameters
+    for name in said.keys() - {*FIELDS, *OBJECTS, *taken}:
+        fix = f"{did_you_mean(name, [*map(path_of, taken), *FIELDS]).split('? ')[0]}? There are {', '.join(FIELDS)}"
+        if name in _owners(OF_STRATEGY):
+            fix = f"Write {path_of(name)}"
+        elif name in {*BESIDE, *OF_MODALITY, *_OWNERS}:
+            fix = f"It is a field of a modality: write modalities.<name>.{path_of(name)}, for instance of 'language'"
+        raise ConfigError(name, said[name], "The strategy has no such field", fix)
+
+
+def _refuses_others(known: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Have a function whose arguments are fields of the strategy refuse other names as such."""
+
+    @wraps(known)
+    def call(**said: Any) -> dict[str, Any]:
+        refuse_unknown(said)
+        return known(**said)
+
+    return call
+
+
+@_refuses_others
 def fields_of_strategy(
     *,
     num_microbatches: int | None = None,

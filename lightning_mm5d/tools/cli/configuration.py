@@ -25,7 +25,15 @@ import yaml
 
 from lightning_mm5d.config.checks import MOST
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
-from lightning_mm5d.config.groups import FIELDS, OF_MODALITY, OF_STRATEGY, made_groups, names_of, path_of
+from lightning_mm5d.config.groups import (
+    FIELDS,
+    OF_MODALITY,
+    OF_STRATEGY,
+    made_groups,
+    names_of,
+    path_of,
+    refuse_unknown,
+)
 from lightning_mm5d.config.modality import Modality, as_modalities, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import FUNCTIONS
 from lightning_mm5d.layout.layout import Layout
@@ -175,10 +183,10 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
         parser.add_argument(f"--{field}", type=types.get(field, Any), default=None)
     try:
         parsed = parser.parse_args(arguments)
-    except ArgumentError:
+        made = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(parsed)
+    except (ArgumentError, ValueError):  # the latter where a class is made of what has another type
         _check_as_written(arguments)
         raise
-    made = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(parsed)
     given = {field: value for field in _CHECKED if (value := made[field]) is not None}
     _without_functions(given)
     if "modalities" in given:
@@ -332,13 +340,10 @@ def _check_keys(arguments: Mapping[str, Any], *, only_near: bool) -> None:
         arguments: of the strategy, or a whole file that gives sizes alone.
         only_near: whether other keys are fine unless they look like a field.
     """
-    for key in arguments:
+    for key, value in arguments.items():
         near = difflib.get_close_matches(str(key), [*FIELDS, *_CHECKED], n=1, cutoff=0.8 if only_near else 0.0)
-        if key not in (*FIELDS, *_CHECKED, "class_path", "dict_kwargs") and (near or key in _MODALITY_FIELDS):
-            fix = f"Did you mean {path_of(near[0])!r}? There are {', '.join(FIELDS)}"
-            if key in _MODALITY_FIELDS:
-                fix = f"It is a field of a modality: write modalities.<name>.{path_of(key)}, for instance of 'language'"
-            raise ConfigError(str(key), arguments[key], "The strategy has no such field", fix)
+        if key not in ("class_path", "dict_kwargs") and (near or key in _MODALITY_FIELDS):
+            refuse_unknown({str(key): value})
 
 
 def _overriding(overrides: Sequence[str]) -> Iterator[str]:
@@ -354,6 +359,8 @@ def _overriding(overrides: Sequence[str]) -> Iterator[str]:
             for key, said in _without_groups({group: _loaded(name, value)}).items():
                 yield f"--{key}={said}"
             continue
+        if name.startswith("--trainer.strategy."):
+            _check_keys({group: value}, only_near=False)
         if field.split(".")[0] not in _CHECKED:
             continue
         if field == "modalities" and isinstance(_loaded(name, value), str):
