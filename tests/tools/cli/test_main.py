@@ -129,6 +129,15 @@ def test_a_group_and_a_field_of_another_type_are_refused_by_their_path(group: st
             check_early([{"trainer": trainer, "model": {}}], [])
 
 
+def test_a_configuration_that_a_parser_has_written_is_read_again() -> None:
+    written = {name: None for name in signature(MultimodalStrategy).parameters if name != "ungrouped"}
+    said = {**written, "modalities": {"language": {"pp_size": 2}}, "schedule": "1f1b", "checkpoint": "full"}
+    strategy = {"class_path": "lightning_mm5d.MultimodalStrategy", "init_args": said}
+    check_early([{"trainer": {"devices": 2, "strategy": strategy}, "model": {}}], [])
+    with pytest.raises(ConfigError, match="multiple of 2 ranks"):
+        check_early([{"trainer": {"devices": 3, "strategy": strategy}, "model": {}}], [])
+
+
 def test_options_that_mend_a_configuration_are_checked_with_it(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("modalities: {language: {pp_size: 2}}\nschedule: 2f2b")
