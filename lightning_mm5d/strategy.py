@@ -27,6 +27,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.features import parts
 from lightning_mm5d.config.groups import (
     FIELDS,
+    OBJECTS,
     BatchingOptions,
     CheckpointOptions,
     LaunchOptions,
@@ -104,10 +105,10 @@ class MultimodalStrategy(CheckpointStrategy):
         precision_plugin: Precision | None = None,
         **ungrouped: Any,
     ) -> None:
-        said = {name: value for name, value in locals().items() if name in FIELDS} | fields_of_strategy(**ungrouped)
+        said = {name: value for name, value in locals().items() if name in FIELDS}
         refused: ConfigError | None = None
         try:
-            fields = option_values(said)
+            fields = option_values(said | fields_of_strategy(**ungrouped))
         except ConfigError as error:
             fields, refused = option_values(dict.fromkeys(FIELDS)), error
         explain_other_modules()
@@ -567,7 +568,6 @@ class MultimodalStrategy(CheckpointStrategy):
 
 
 # a parser hands any value on, and the constructor refuses a wrong one in its own words
-_OBJECTS = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "return")
 for _function in (MultimodalStrategy.__init__, fields_of_strategy):
     _hints = _function.__annotations__
-    _hints |= {name: f"{hint} | Any" for name, hint in _hints.items() if name not in _OBJECTS}
+    _hints |= {name: f"{hint} | Any" for name, hint in _hints.items() if name not in (*OBJECTS, "return")}

@@ -40,7 +40,7 @@ def check_memory(field: str, modality: Modality) -> None:
 def _check_sharing(field: str, modality: Modality) -> None:
     stage, size = modality.sharding.zero_stage, modality.sharding.dp_shard_size
     if stage is not None and (isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage <= 3):
-        near = min(max(stage, 0), 3) if isinstance(stage, int | float) and not isinstance(stage, bool) else 0
+        near = min(3, max(0, stage)) if isinstance(stage, int | float) and not isinstance(stage, bool) else 0
         rule = "It is 0 (nothing is shared), 1 (states of optimizers), 2 (gradients too) or 3 (parameters too)"
         raise ConfigError(f"{field}.sharding.zero_stage", stage, rule, f"The nearest is {int(near)}")
     if stage == 0 and (size or 1) > 1:

@@ -7,7 +7,6 @@ groups, are put into it with one warning, for one release. Imports no torch.
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
@@ -292,10 +291,15 @@ OF_STRATEGY: Mapping[str, type] = {
     "launch": LaunchOptions,
     "numerics": NumericsOptions,
 }
-BESIDE = ("module", "boundary", "feeds", "dp_size", "tp_size", "pp_size", "cp_size", "ep_size", "colocate_with", "cost")
+BESIDE = (
+    *("module", "boundary", "feeds", "feeds_from", "dp_size", "tp_size", "pp_size", "cp_size", "ep_size"),
+    *("colocate_with", "cost"),
+)
 """What a user may say of a modality beside its groups."""
 FIELDS = ("modalities", "schedule", "batching", "placement", "checkpoint", "launch", "numerics", "timeline")
 """What a user may say of the strategy."""
+OBJECTS = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
+"""What the trainer hands to the strategy, which stands in a configuration that a parser has written, as null."""
 
 
 def names_of(kind: type) -> list[str]:
@@ -307,8 +311,6 @@ def _owners(groups: Mapping[str, type]) -> dict[str, str]:
     return {name: group for group, kind in groups.items() for name in names_of(kind)}
 
 
-FIELDS_OF_MODALITY = frozenset((*BESIDE, "feeds_from", *_owners(OF_MODALITY)))
-"""The names of its fields, without their groups."""
 _OWNERS = _owners(OF_MODALITY) | _owners(OF_STRATEGY)
 """The group of each name."""
 
@@ -459,6 +461,22 @@ def option_values(said: Mapping[str, Any]) -> dict[str, Any]:
     return given | {name: getattr(group, name) for group in groups for name in names_of(type(group))}
 
 
+def refuse_unknown(said: Mapping[str, Any]) -> None:
+    """Refuse names that the strategy does not take.
+
+    Raises:
+        ConfigError: at the first such name.
+    """
+    taken = signature(fields_of_strategy).parameters.keys() - {"unknown"}
+    for name in sorted(said.keys() - {*FIELDS, *OBJECTS, *taken}):
+        fix = f"{did_you_mean(name, [*map(path_of, taken), *FIELDS]).split('? ')[0]}? There are {', '.join(FIELDS)}"
+        if name in _owners(OF_STRATEGY):
+            fix = f"Write {path_of(name)}"
+        elif name in {*BESIDE, *OF_MODALITY, *_OWNERS}:
+            fix = f"It is a field of a modality: write modalities.<name>.{path_of(name)}, for instance of 'language'"
+        raise ConfigError(name, said[name], "The strategy has no such field", fix)
+
+
 def fields_of_strategy(
     *,
     num_microbatches: int | None = None,
@@ -498,16 +516,5 @@ def fields_of_strategy(
         ConfigError: there is no such field.
     """
     said = {name: value for name, value in locals().items() if value is not None and name != "unknown"}
-    for name, value in unknown.items():
-        raise no_such_field(name, value)
+    refuse_unknown(unknown)
     return said
-
-
-def no_such_field(name: str, value: Any) -> ConfigError:
-    """Return the error of a field that the strategy has not, and a modality may have."""
-    known = [*FIELDS, *(one for group in OF_STRATEGY.values() for one in names_of(group))]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    fix = f"Did you mean {path_of(near[0])!r}? There are {', '.join(FIELDS)}"
-    if name in FIELDS_OF_MODALITY:
-        fix = f"It is a field of a modality: write modalities.<name>.{path_of(name)}, for instance of 'language'"
-    return ConfigError(name, value, "The strategy has no such field", fix)

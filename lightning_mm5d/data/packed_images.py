@@ -101,7 +101,10 @@ def packed_rows(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) 
         ConfigError: a field is packed, but no way of counting fits every sample exactly.
     """
     rows: dict[Path, list[int]] = {}
-    for kind, members in _members(fields, samples, tokens).items():
+    by_kind = _members(fields, samples, tokens)
+    claimed = {path for members in by_kind.values() for path in members}
+    others = {path: value for path, value in fields.items() if path and path not in claimed and len(value) != samples}
+    for kind, members in by_kind.items():
         rows |= {path: [0] * samples for path, value in members.items() if len(value) == 0}
         members = {path: value for path, value in members.items() if len(value) > 0}
         told = _told_items(fields, samples, kind)
@@ -121,8 +124,7 @@ def packed_rows(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) 
             )
             raise _cannot_count(kind, members, rule, masks)
         ways = [owned, *(_sum_by(owned, table) for table in tables)]
-        strangers = {p: v for p, v in fields.items() if p and not kind_of(p[-1]) and len(v) != samples}
-        for path, value in (members | strangers).items():
+        for path, value in (members | others).items():
             fitting = [way for way in ways if sum(way) == len(value)]
             fitting += [rows[path]] if path in rows and fitting else []
             if any(way != fitting[0] for way in fitting):

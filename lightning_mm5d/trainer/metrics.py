@@ -60,12 +60,14 @@ from lightning_mm5d.sharded.remote_value import Guard, Origin, remote_value
 
 _COUNTERS = ("_update_count", "_forward_cache", "_computed")
 _CHANGED_BY_FORWARD = ("_to_sync", "_should_unsync", "_enable_grad", "compute_on_cpu")
+_OF_COLLECTIONS = ("_enable_compute_groups", "_groups", "_groups_checked")
 _RELIED_ON = ("_cache", "_copy_state_dict", "_defaults", "_is_synced", "_sync_dist", *_COUNTERS, *_CHANGED_BY_FORWARD)
 
 
-def check_torchmetrics(metric: Metric) -> None:
+def check_torchmetrics(metric: Metric | MetricCollection) -> None:
     """Raise ImportError where `metric` lacks a name that this module relies on."""
-    missing = [name for name in _RELIED_ON if not hasattr(metric, name)]
+    relied_on = _OF_COLLECTIONS if isinstance(metric, MetricCollection) else _RELIED_ON
+    missing = [name for name in relied_on if not hasattr(metric, name)]
     if missing:
         raise ImportError(
             f"torchmetrics {torchmetrics.__version__}: {type(metric).__name__} has no {', '.join(missing)} any more. "
@@ -81,6 +83,17 @@ def in_containers(module: nn.Module) -> list[Metric]:
     items += [item for value in values if isinstance(value, dict) for item in value.values()]
     modules = [part for item in items if isinstance(item, (Metric, MetricCollection)) for part in item.modules()]
     return [part for part in modules if isinstance(part, Metric) and id(part) not in registered]
+
+
+def count_apart(collection: MetricCollection) -> None:
+    """Have each metric of `collection` keep states of its own, unless its maker named those that share theirs.
+
+    torchmetrics lets metrics share states that are equal after the first update. That of a microbatch, or of one
+    replica, has few samples: F1 and a top-2 accuracy may have equal counts by chance, and would be one from then on.
+    """
+    check_torchmetrics(collection)
+    if collection._enable_compute_groups is True:
+        collection._groups_checked = True  # until an update each metric is a group
 
 
 def step_value(metric: Metric) -> Any:

@@ -104,12 +104,10 @@ def test_every_name_without_its_group_is_known_to_constructors() -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        (
-            {"num_microbatchs": 4},
-            "num_microbatchs: got 4. .* Did you mean 'batching.num_microbatches'",
-        ),
-        ({"tp_size": 2}, "tp_size: got 2. .* It is a field of a modality: write modalities.<name>.tp_size"),
+        ({"balance": True}, "balance: got True. The strategy has no such field. Write batching.balance"),
+        ({"num_microbatch": 2}, "num_microbatch: got 2. .* Did you mean 'batching.num_microbatches'"),
         ({"zero_stage": 2}, "zero_stage: got 2. .* write modalities.<name>.sharding.zero_stage"),
+        ({"tp_size": 2}, "tp_size: got 2. .* write modalities.<name>.tp_size"),
         ({"batching": 4}, "batching: got 4. It is a group of fields: num_microbatches, microbatch_size"),
         ({"batching": {"num_microbatchs": 4}}, "batching.num_microbatchs: got 4. .* Did you mean 'num_microbatches'"),
         ({"batching": {"timeout": 4}}, "batching.timeout: got 4. There is no such field. Write launch.timeout"),

@@ -398,3 +398,21 @@ def test_rows_that_are_numbered_anew_in_each_microbatch_are_told_of() -> None:
     for quiet in ([[0, 1, 2], [3, 4, 5]], [[0, 1], [0, 1]], [[0, 2, 1], [0, 2, 1]]):
         parts = [torch.tensor(part) for part in quiet]
         assert merge(parts, [len(part) for part in parts]).tolist() == quiet[0] + quiet[1]
+
+
+def test_a_field_of_one_modality_is_not_counted_by_the_items_of_another() -> None:
+    """A video in the second sample, a sound in the first: `num_frames` has a row, as either has an item."""
+    named = {"vision": (7, frozenset({"pixel_values", "num_frames"})), "audio": (8, frozenset({"input_features"}))}
+    batch = {
+        "input_ids": torch.tensor([[8, 8, 1], [7, 7, 1]]),
+        "pixel_values": numbered(1, 2, 3, 8, 8),
+        "num_frames": torch.tensor([2]),
+        "input_features": numbered(1, 4, 6),
+        "vision_items": torch.tensor([0, 1]),
+        "audio_items": torch.tensor([1, 0]),
+    }
+    frames, sounds = (owned(batch, 2, key, PackedTokens(named=named)) for key in ("pixel_values", "input_features"))
+    counts = [microbatch.batch["num_frames"] for microbatch in split(batch, 2, image_tokens=PackedTokens(named=named))]
+    assert (frames, sounds) == ([[], [0.0]], [[0.0], []])
+    assert counts[0] is None
+    assert counts[1].tolist() == [2]

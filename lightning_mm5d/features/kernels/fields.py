@@ -31,10 +31,10 @@ def _check(field: str, modality: Modality) -> None:
         rule = f"It is one of {', '.join(KERNELS)}, or a list of these"
         raise ConfigError(field, said, rule, "Use ['sdpa'], or leave it unset")
     chosen = modality.chosen_kernels
-    unknown = next((one for one in chosen if one not in KERNELS), None)
-    if unknown is not None:
+    unknown = [one for one in chosen if one not in KERNELS]
+    if unknown:
         rule = f"It is one of {', '.join(KERNELS)}, or a list of these"
-        raise ConfigError(field, said, rule, did_you_mean(str(unknown), KERNELS))
+        raise ConfigError(field, said, rule, did_you_mean(str(unknown[0]), KERNELS))
     several = [one for one in dict.fromkeys(chosen) if one in ATTENTIONS]
     if len(several) > 1:
         rule = f"{' and '.join(several)} both compute the attention"

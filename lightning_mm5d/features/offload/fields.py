@@ -28,10 +28,10 @@ def _check(where: str, modality: Modality, modalities: Mapping[str, Modality]) -
     if not isinstance(said, str | list | tuple):
         rule = "It is a list of what is in host memory between its uses: activations, optimizer, parameters"
         raise ConfigError(field, said, rule, "Use ['activations'], or leave it unset")
-    unknown = next((one for one in modality.offloads if one not in _OFFLOADS), None)
-    if unknown is not None:
+    unknown = [one for one in modality.offloads if one not in _OFFLOADS]
+    if unknown:
         rule = "What moves to host memory is activations, optimizer or parameters"
-        raise ConfigError(field, said, rule, did_you_mean(str(unknown), _OFFLOADS))
+        raise ConfigError(field, said, rule, did_you_mean(str(unknown[0]), _OFFLOADS))
     if "parameters" in modality.offloads and modality.sharding.reshard_after_forward:
         rule = "reshard_after_forward gathers parameters that ranks share, and those on the host are whole"
         raise ConfigError(field, said, rule, "Leave out 'parameters', or reshard_after_forward")

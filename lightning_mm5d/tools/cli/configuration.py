@@ -27,12 +27,12 @@ from lightning_mm5d.config.checks import MOST
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.config.groups import (
     FIELDS,
-    FIELDS_OF_MODALITY,
+    OF_MODALITY,
     OF_STRATEGY,
     made_groups,
     names_of,
-    no_such_field,
     path_of,
+    refuse_unknown,
 )
 from lightning_mm5d.config.modality import Modality, as_modalities, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import FUNCTIONS
@@ -44,7 +44,9 @@ _CHECKED = (
     *(name for group in OF_STRATEGY.values() for name in names_of(group)),
 )
 """Names of checked fields, without their groups."""
-_MODALITY_FIELDS = FIELDS_OF_MODALITY - {"module"}  # which is also a key of other files
+_MODALITY_FIELDS = {*names_of(Modality), *(name for group in OF_MODALITY.values() for name in names_of(group))} - {
+    "module"
+}  # which is also a key of other files
 _DURATION = re.compile(r"(-?\d+ days?, )?\d+:\d+:[\d.]+")
 _PREFIXES = ("--trainer.strategy.init_args.", "--trainer.strategy.", "--")
 
@@ -181,10 +183,10 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
         parser.add_argument(f"--{field}", type=types.get(field, Any), default=None)
     try:
         parsed = parser.parse_args(arguments)
-    except ArgumentError:
+        made = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(parsed)
+    except (ArgumentError, ValueError):  # the latter where a class is made of what has another type
         _check_as_written(arguments)
         raise
-    made = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(parsed)
     given = {field: value for field in _CHECKED if (value := made[field]) is not None}
     _without_functions(given)
     if "modalities" in given:
@@ -338,10 +340,10 @@ def _check_keys(arguments: Mapping[str, Any], *, only_near: bool) -> None:
         arguments: of the strategy, or a whole file that gives sizes alone.
         only_near: whether other keys are fine unless they look like a field.
     """
-    for key in arguments:
+    for key, value in arguments.items():
         near = difflib.get_close_matches(str(key), [*FIELDS, *_CHECKED], n=1, cutoff=0.8 if only_near else 0.0)
-        if key not in (*FIELDS, *_CHECKED, "class_path", "dict_kwargs") and (near or key in _MODALITY_FIELDS):
-            raise no_such_field(str(key), arguments[key])
+        if key not in ("class_path", "dict_kwargs") and (near or key in _MODALITY_FIELDS):
+            refuse_unknown({str(key): value})
 
 
 def _overriding(overrides: Sequence[str]) -> Iterator[str]:
@@ -357,6 +359,8 @@ def _overriding(overrides: Sequence[str]) -> Iterator[str]:
             for key, said in _without_groups({group: _loaded(name, value)}).items():
                 yield f"--{key}={said}"
             continue
+        if name.startswith("--trainer.strategy."):
+            _check_keys({group: value}, only_near=False)
         if field.split(".")[0] not in _CHECKED:
             continue
         if field == "modalities" and isinstance(_loaded(name, value), str):

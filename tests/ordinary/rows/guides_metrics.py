@@ -90,7 +90,8 @@ metric(
 class Collections(Ordinary):
     def __init__(self) -> None:
         super().__init__()
-        both = MetricCollection({"p": MulticlassPrecision(CLASSES), "r": MulticlassRecall(CLASSES)})
+        top = MulticlassAccuracy(CLASSES, top_k=2)  # has states like those of the others
+        both = MetricCollection({"p": MulticlassPrecision(CLASSES), "r": MulticlassRecall(CLASSES), "top": top})
         self.train_metrics, self.val_metrics = both.clone(prefix="train_"), both.clone(prefix="val_")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

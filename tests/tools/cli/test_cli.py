@@ -280,7 +280,7 @@ def test_refuses_devices_that_only_the_training_machine_can_count(inspect: Inspe
     [
         (
             ["--trainer.strategy.scheduel=x"],
-            ["Option 'scheduel' is not accepted. Did you mean 'schedule'?"],
+            ["scheduel: got 'x'. The strategy has no such field. Did you mean 'schedule'?"],
         ),
         (
             ["--trainer.strategy.modalities.vision.tp=2"],

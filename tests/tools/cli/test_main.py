@@ -8,15 +8,16 @@ import subprocess
 import sys
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from lightning_mm5d import MultimodalStrategy
-from lightning_mm5d.config.groups import path_of
+from lightning_mm5d import ConfigError, MultimodalStrategy
+from lightning_mm5d.config.groups import OF_MODALITY, OF_STRATEGY, names_of, path_of
 from lightning_mm5d.config.tables import Table
 from lightning_mm5d.tools.cli import doctor, terminal
-from lightning_mm5d.tools.cli.configuration import FIELDS
+from lightning_mm5d.tools.cli.configuration import FIELDS, check_early
 from lightning_mm5d.tools.cli.main import main
 
 NO_TORCH = (
@@ -83,6 +84,58 @@ def test_a_field_of_a_modality_that_stands_beside_modalities_is_told_its_place(
         f"{path_of(field)}"
     )
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("balance=true", "balance: got 'true'. The strategy has no such field. Write batching.balance"),
+        ("schedul=gpipe", "schedul: got 'gpipe'. The strategy has no such field. Did you mean 'schedule'?"),
+        (
+            "modalitys.vision.tp_size=2",
+            "got '2'. The strategy has no such field. Did you mean 'modalities'?",
+        ),
+        ("zero_stage=1", "zero_stage: got '1'. The strategy has no such field. It is a field of a modality"),
+    ],
+)
+def test_an_option_for_a_field_that_the_strategy_has_not_is_told_the_nearest(
+    option: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(STRATEGY.replace("VISION", "").replace("SCHEDULE", "1f1b").replace("COUNT", "4"))
+    for arguments in (["inspect", str(config)], ["fit", "--config", str(config)]):
+        assert main([*arguments, f"--trainer.strategy.init_args.{option}"]) == 2
+        assert said in capsys.readouterr().err
+
+
+_IN_GROUPS = [
+    *((group, name) for group, kind in OF_STRATEGY.items() for name in ("", *names_of(kind))),
+    *((f"modalities.language.{group}", name) for group, kind in OF_MODALITY.items() for name in ("", *names_of(kind))),
+]
+
+
+@pytest.mark.parametrize(("group", "name"), _IN_GROUPS, ids=lambda part: part or "all")
+def test_a_group_and_a_field_of_another_type_are_refused_by_their_path(group: str, name: str) -> None:
+    for wrong in (3.7, [None], float("nan")):
+        said: Any = {name: wrong} if name else wrong
+        for key in reversed(group.split(".")):
+            said = {key: said}
+        said = {"modalities": {"language": {}}} | said
+        trainer = {"devices": 1, "strategy": {"class_path": "lightning_mm5d.MultimodalStrategy", "init_args": said}}
+        start = rf"^{group}\.{name}" if name else f"^{group}"
+        with pytest.raises(ConfigError, match=start):
+            MultimodalStrategy(**said)
+        with pytest.raises(ConfigError, match=start):
+            check_early([{"trainer": trainer, "model": {}}], [])
+
+
+def test_a_configuration_that_a_parser_has_written_is_read_again() -> None:
+    written = {name: None for name in signature(MultimodalStrategy).parameters if name != "ungrouped"}
+    said = {**written, "modalities": {"language": {"pp_size": 2}}, "schedule": "1f1b", "checkpoint": "full"}
+    strategy = {"class_path": "lightning_mm5d.MultimodalStrategy", "init_args": said}
+    check_early([{"trainer": {"devices": 2, "strategy": strategy}, "model": {}}], [])
+    with pytest.raises(ConfigError, match="multiple of 2 ranks"):
+        check_early([{"trainer": {"devices": 3, "strategy": strategy}, "model": {}}], [])
 
 
 def test_options_that_mend_a_configuration_are_checked_with_it(tmp_path: Path) -> None:
