@@ -32,6 +32,7 @@ from lightning_mm5d.sharded.torch_internals import version_of
 
 _is_wrapped = private(torch._C._functorch, "is_functorch_wrapped_tensor")
 _FEW = 4096  # numbers of a tensor that is made a second time on the host
+_LARGE = 1 << 20  # numbers of a tensor of the host that is not copied there
 _MANY = 1 << 16  # places in memory whose writes are counted
 _COLLECTIVES = ("all", "_all", "broadcast", "gather", "recv", "reduce", "_reduce", "scatter")
 """how methods of process groups that write to tensors begin, in any version of torch"""
@@ -139,6 +140,9 @@ class HostCopies(TorchFunctionMode):
     def _follow(
         self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Any, ...]
     ) -> None:
+        if name in _MOVES and self.is_here(args[0]) and args[0].numel() <= _LARGE:
+            self.note(results[0], args[0].to(results[0].dtype, copy=True))  # a loader may use its memory again
+            return
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not given or any(x is one for x in given for one in results):
             return

@@ -75,14 +75,14 @@ def check_torchmetrics(metric: Metric | MetricCollection) -> None:
         )
 
 
-def in_containers(module: nn.Module) -> list[Metric]:
-    """Return the metrics that are in lists, tuples and dicts of a module's attributes, and no submodules."""
+def in_containers(module: nn.Module) -> list[Metric | MetricCollection]:
+    """Return the metrics and collections that are in lists, tuples and dicts of a module's attributes, and no submodules."""
     registered = {id(part) for part in module.modules()}
     values = [value for name, value in vars(module).items() if not name.startswith("_")]
     items = [item for value in values if isinstance(value, (list, tuple)) for item in value]
     items += [item for value in values if isinstance(value, dict) for item in value.values()]
     modules = [part for item in items if isinstance(item, (Metric, MetricCollection)) for part in item.modules()]
-    return [part for part in modules if isinstance(part, Metric) and id(part) not in registered]
+    return [part for part in modules if isinstance(part, (Metric, MetricCollection)) and id(part) not in registered]
 
 
 def count_apart(collection: MetricCollection) -> None:

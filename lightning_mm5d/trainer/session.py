@@ -190,8 +190,9 @@ class Session:
         guard = self.guard
         self._metrics = MetricSync(loss_group=loss_group, is_last=is_last, world_src=last[0][0], guard=guard)
         parts = [*module.modules(), *in_containers(module)]
-        for collection in (part for part in parts if isinstance(part, MetricCollection)):
-            count_apart(collection)
+        for part in parts if plan.layout.size > 1 or not self.is_plain else ():
+            if isinstance(part, MetricCollection):
+                count_apart(part)
         if not self.is_plain:
             trackers = [part for part in parts if isinstance(part, MetricTracker)]
             self._metrics.attach([part for part in parts if isinstance(part, Metric)], trackers)

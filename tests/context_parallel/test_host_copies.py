@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -218,9 +219,21 @@ def test_what_is_written_through_data_is_not_known() -> None:
         assert known.find(y) is None
 
 
-def test_a_batch_that_was_written_to_on_the_host_is_not_known() -> None:
+def test_a_batch_whose_memory_on_the_host_is_used_again_is_known_as_it_was_moved() -> None:
     with HostCopies() as host:
-        batch = torch.arange(4)
+        memory = np.arange(4)
+        x = torch.from_numpy(memory).to(META)
+        later = x + 1
+        memory += 7
+        for one, values in ((x, [0, 1, 2, 3]), (later, [1, 2, 3, 4])):
+            found = host.find(one)
+            assert found is not None
+            assert found.tolist() == values
+
+
+def test_a_large_batch_that_was_written_to_on_the_host_is_not_known() -> None:
+    with HostCopies() as host:
+        batch = torch.zeros(2, 1, 1024, 1024)
         x = batch.to(META)
         batch += 1
         assert host.find(x) is None
