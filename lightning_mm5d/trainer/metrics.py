@@ -76,7 +76,7 @@ def check_torchmetrics(metric: Metric | MetricCollection) -> None:
 
 
 def in_containers(module: nn.Module) -> list[Metric | MetricCollection]:
-    """Return the metrics and collections that are in lists, tuples and dicts of a module's attributes, and no submodules."""
+    """Return the metrics and collections in lists, tuples and dicts of a module's attributes that are no submodules."""
     registered = {id(part) for part in module.modules()}
     values = [value for name, value in vars(module).items() if not name.startswith("_")]
     items = [item for value in values if isinstance(value, (list, tuple)) for item in value]
