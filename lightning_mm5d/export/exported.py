@@ -94,8 +94,9 @@ def export(
     opened = open_checkpoint(checkpoint, weights_only=weights_only)
     record = record_of(config, opened.source, module) if config is not None else opened.record
     if record is None:
-        rule = "It does not say which model it holds, because it was saved without this strategy"
-        raise ConfigError("CHECKPOINT", str(checkpoint), rule, "Name the model's config.json with --config")
+        rule = "It names no model of transformers: it was saved without this strategy, or of a module that has none"
+        fix = "Name the model's config.json with --config, or write a file of Lightning with --format lightning"
+        raise ConfigError("CHECKPOINT", str(checkpoint), rule, fix)
     try:
         return _huggingface(opened, record, folder, module if config is None else None, size, kind)
     except (KeyError, TypeError, AttributeError) as error:
