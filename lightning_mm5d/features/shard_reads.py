@@ -39,7 +39,8 @@ class ShardReads(Feature):
         shards = running.plan.division.shards
         named = running.module.named_parameters(remove_duplicate=False)
         weights = {name: one for name, one in named if name in shards and not is_remote(one)}
-        if not weights or running.steps.batch_parts.is_compiled:
+        compiles = any(one.compute.compile for one in running.plan.modalities.values())
+        if not weights or compiles or running.steps.batch_parts.is_compiled:
             return None
         return _Watched(running, weights, {name: _dims(shards[name]) for name in weights})
 

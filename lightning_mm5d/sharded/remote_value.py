@@ -359,9 +359,10 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return used[0] is used[-1]  # Lightning asks so whether an optimizer has a parameter
     origin = remote[0].origin
     guard = origin.guard
-    if guard.received and not guard.is_dry and any(_arrived(one) is not None for one in remote):
+    if guard.received and not guard.is_dry:
         first = args[:1] if name in WRITING or (name.endswith("_") and not name.endswith("__")) else ()
-        return func(*first, *replaced(args[len(first) :], _arrived), **replaced(kwargs, _arrived))
+        if any(_arrived(one) is not None for one in tensors_of((args[len(first) :], kwargs))):
+            return func(*first, *replaced(args[len(first) :], _arrived), **replaced(kwargs, _arrived))
     if name in LEAVING and not guard.is_dry:
         raise guard.error(origin.name, f"{name}()")
     if kwargs.get("out") is not None or name in WRITING or (name.endswith("_") and not name.endswith("__")):
