@@ -55,6 +55,7 @@ class _Watched(Attached, AroundSteps):
         renormed = {id(one.weight) for one in tables if one.max_norm is not None}
         named = running.module.named_parameters()
         self._weights = {name: one for name, one in named if id(one) not in renormed}
+        self._names = {id(one): name for name, one in self._weights.items()}
         ownership = running.plan.ownership
         shared, root = {*ownership.written_by_all}, running.module
         names = {name for name, _ in root.named_buffers() if running.plan.topology.edges} - shared
@@ -64,12 +65,13 @@ class _Watched(Attached, AroundSteps):
 
     def step(self, course: Course) -> AroundStep | None:
         """Watch a training step."""
-        return _Step(self._weights, self._buffers, course.step) if course.step.trains else None
+        return _Step(self._weights, self._names, self._buffers, course.step) if course.step.trains else None
 
 
 class _Step(AroundStep):
-    def __init__(self, weights: Weights, buffers: Mapping[str, Place], step: Any) -> None:
-        self._weights, self._buffers, self._written = weights, buffers, step.weights_written
+    def __init__(self, weights: Weights, names: Mapping[int, str], buffers: Mapping[str, Place], step: Any) -> None:
+        self._weights, self._names, self._buffers = weights, names, buffers
+        self._written = step.weights_written
         self._norms = dict[str, Tensor]()  # of those that runs have written to
 
     def forward(self, run: Run, action: Action) -> AbstractContextManager[Any]:
@@ -81,7 +83,7 @@ class _Step(AroundStep):
         known = {name: self._weights[name] for name in self._norms}
         order = _Order(known) if known else nullcontext()
         before = self._versions()
-        with written(self._weights) as names, order as early:
+        with written(self._weights, self._names) as names, order as early:
             yield
         self._written |= {name for name, one in self._versions().items() if one != before[name]}
         for name in names():
@@ -108,12 +110,15 @@ def _place(root: nn.Module, name: str) -> Place:
 
 
 @contextmanager
-def written(weights: Weights) -> Iterator[Callable[[], list[str]]]:
+def written(weights: Weights, names: Mapping[int, str]) -> Iterator[Callable[[], list[str]]]:
     """Enter around a run; what it gives returns, after the run, the names of the weights that it wrote to.
 
     A weight may show other data for a time.
+
+    Args:
+        weights: by name.
+        names: of them, by identity.
     """
-    names = {id(one): name for name, one in weights.items()}
     with plain():
         before = [*map(_VERSION, weights.values())]
     reads: list[tuple[str, Tensor, int]] = []

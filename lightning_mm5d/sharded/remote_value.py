@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from lightning_mm5d.config.errors import RemoteParameterError, private
-from lightning_mm5d.sharded.tensor import WRITING, functions_named
+from lightning_mm5d.sharded.tensor import functions_named, is_in_place
 
 
 def _methods(*names: str) -> set[Any]:
@@ -360,12 +360,12 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     origin = remote[0].origin
     guard = origin.guard
     if guard.received and not guard.is_dry:
-        first = args[:1] if name in WRITING or (name.endswith("_") and not name.endswith("__")) else ()
+        first = args[:1] if is_in_place(name) else ()
         if any(_arrived(one) is not None for one in tensors_of((args[len(first) :], kwargs))):
             return func(*first, *replaced(args[len(first) :], _arrived), **replaced(kwargs, _arrived))
     if name in LEAVING and not guard.is_dry:
         raise guard.error(origin.name, f"{name}()")
-    if kwargs.get("out") is not None or name in WRITING or (name.endswith("_") and not name.endswith("__")):
+    if kwargs.get("out") is not None or is_in_place(name):
         return _write(func, name, args, kwargs, origin)
     if name in CASTING and isinstance(args[0], Placeholder):
         return _cast(func, args, kwargs)

@@ -218,13 +218,18 @@ def without_graph(local: Tensor, sharding: Any, kind: type[AnySharded] = Sharded
     return result
 
 
+def is_in_place(name: str) -> bool:
+    """Whether a function of torch of this name writes to its first argument."""
+    return name in WRITING or (name.endswith("_") and not name.endswith("__"))
+
+
 def written_by(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors that a function of torch writes to in place."""
-    name = getattr(func, "__name__", "")
-    is_in_place = (name.endswith("_") and not name.endswith("__")) or name in WRITING or kwargs.get("inplace") is True
-    if not is_in_place and kwargs.get("out") is None:
+    out = kwargs.get("out")
+    writes_first = is_in_place(getattr(func, "__name__", "")) or kwargs.get("inplace")
+    if not writes_first and out is None:
         return []
-    return [x for x in tree_leaves((args[:1] if is_in_place else (), kwargs.get("out"))) if isinstance(x, Tensor)]
+    return [x for x in tree_leaves((args[:1] if writes_first else (), out)) if isinstance(x, Tensor)]
 
 
 def on_full(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -44,7 +44,8 @@ def test_a_write_shows_wherever_the_weight_is(name: str, is_here: bool) -> None:
     weight, other = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2))
     if not is_here:
         make_placeholder(weight, weight.shape, Origin("weight", Guard(lambda _: "rank 1")))
-    with torch.no_grad(), written({"weight": weight, "other": other}) as found:
+    weights = {"weight": weight, "other": other}
+    with torch.no_grad(), written(weights, {id(one): name for name, one in weights.items()}) as found:
         (WRITES | READS)[name](weight)
     assert found() == (["weight"] if name in WRITES else [])
 

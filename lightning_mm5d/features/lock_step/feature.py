@@ -135,9 +135,7 @@ class LockStep(Attached, AroundUpdates):
         for path, module in self._runtime.root.named_modules():
             if callable(getattr(type(module), "generate", None)):
                 self._patch_generate(path, module)
-            if hasattr(
-                module, "get_compiled_call"
-            ):  # which transformers asks for on a GPU: ranks meet inside of the call
+            if hasattr(module, "get_compiled_call"):  # transformers compiles so on a GPU, and ranks meet in the call
                 self.put_attribute(module, "get_compiled_call", partial(_as_it_is, module))
 
     def walks(self, name: str) -> bool:

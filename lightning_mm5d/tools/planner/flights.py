@@ -142,7 +142,7 @@ def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> 
             left = stage.remaining if action.frees else stage.remaining_put_off
             top, gradients = _back(stage, left, sum(held.values()) - held[key], gradients, is_first=is_first)
             peak = max(peak, top)
-            held[key] = left[0] if not action.frees else held[key]
+            held[key] = left[0]
         elif is_first:
             gradients += sum(stage.coming)
             peak = max(peak, sum(held.values()) + gradients)
