@@ -363,8 +363,8 @@ class ProcessStrategy(ParallelStrategy, ABC):
     def build_in_full(self, module: pl.LightningModule) -> None:
         """Build what `configure_model` and such contexts describe, with memory for all; values will be replaced.
 
-        A process that only waits for ranks calls it, before it gets their weights. It leaves devices alone: whoever has
-        used CUDA can fork no more ranks.
+        A process that only waits for ranks calls it, before it gets their weights. It computes on the CPU, because a
+        process that has initialised CUDA cannot fork ranks again.
         """
         with kept_random_state():
             if not is_configured(module):
