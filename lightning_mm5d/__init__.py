@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from lightning_mm5d.strategy import MultimodalStrategy
     from lightning_mm5d.tensor_parallel.family_plans import TensorParallelPlan
     from lightning_mm5d.tensor_parallel.plan_lookup import register_tensor_parallel_plan
+    from lightning_mm5d.tools.cli.elastic import ElasticStrategy
 
 __all__ = [
     "BatchingOptions",
@@ -71,6 +72,7 @@ __all__ = [
     "ComputeOptions",
     "ConfigError",
     "ContextOptions",
+    "ElasticStrategy",
     "ExpertParallelPlan",
     "LaunchOptions",
     "LazyTensor",
@@ -116,6 +118,7 @@ _HOMES = {
     "ComputeOptions": "config.groups",
     "ConfigError": "config",
     "ContextOptions": "config.groups",
+    "ElasticStrategy": "tools.cli.elastic",
     "ExpertParallelPlan": "expert_parallel",
     "LaunchOptions": "config.groups",
     "LazyTensor": "data.lazy",

@@ -400,7 +400,12 @@ def _validate(strategy: LaunchedStrategy, trainer: Trainer | None, data: tuple[A
     if trainer is not None:
         check_package("callbacks", vars(trainer)["callbacks"])
         check_tuners(vars(trainer)["callbacks"], trainer.world_size)
-    strategy.validate_before_launch(module, *data, callbacks=() if trainer is None else vars(trainer)["callbacks"])
+    try:
+        strategy.validate_before_launch(module, *data, callbacks=() if trainer is None else vars(trainer)["callbacks"])
+    except ConfigError as error:
+        if "TORCHELASTIC_RUN_ID" in os.environ and error.field.startswith("Trainer("):
+            error.add_note("ElasticStrategy in place of MultimodalStrategy finds a layout for other numbers of ranks")
+        raise
 
 
 def _end_run_of_one_rank(num_nodes: int) -> None:

@@ -1,4 +1,4 @@
-"""Ranks of another number than the layout can have go on from a sharded checkpoint where a YAML file is elastic."""
+"""Ranks of another number than the layout can have go on from a sharded checkpoint, of a YAML file and of a script."""
 
 from __future__ import annotations
 
@@ -37,10 +37,14 @@ def configuration(folder: Path, **options: Any) -> Path:
 
 
 def fit(folder: Path, ranks: int, *arguments: str, **options: Any) -> str:
-    agent = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
     command = ["-m", "lightning_mm5d.tools.cli.main", "fit", "--config", str(configuration(folder, **options))]
+    return run(folder, ranks, *command, *arguments)
+
+
+def run(folder: Path, ranks: int, *command: str) -> str:
+    agent = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", *agent, *command, *arguments],
+        [sys.executable, "-W", "ignore", *agent, *command],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
         capture_output=True,
@@ -69,3 +73,19 @@ def test_fewer_ranks_go_on_with_the_same_samples_and_losses(ranks: int, tmp_path
     assert [world for *_, world in after] == [4] * 4 + [ranks] * 6
     assert [step for step, *_ in after] == [step for step, *_ in before] == [*range(1, 11)]
     assert [loss for _, loss, _ in after] == pytest.approx([loss for _, loss, _ in before], abs=1e-9)
+
+
+def test_a_script_of_ones_own_goes_on_in_a_layout_of_fewer_ranks(tmp_path: Path) -> None:
+    """vision: rank 0; language: ranks 1-3; then both on three ranks, and on four again"""
+    job, found = str(Path(__file__).with_name("elastic_job.py")), {}
+    for name, attempts in {"whole": [(4, 10)], "cut": [(4, 4), (3, 8), (4, 10)]}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        for ranks, steps in attempts:
+            printed = run(folder, ranks, job, str(folder), str(steps))
+            assert ("elastic: 3 ranks train 8 samples a step" in printed) is (ranks == 3)
+        found[name] = losses(folder)
+    assert [world for *_, world in found["cut"]] == [4] * 4 + [3] * 4 + [4] * 2
+    assert [step for step, *_ in found["cut"]] == [*range(1, 11)]
+    before, after = ([loss for _, loss, _ in found[name]] for name in ("whole", "cut"))
+    assert after == pytest.approx(before, abs=1e-9)

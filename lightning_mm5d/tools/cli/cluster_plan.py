@@ -4,9 +4,6 @@
 What its stages took, less the exchanges that the model of links gives their layers, over what the roofline gives them
 is the scale of all of their layers. So layouts that cut elsewhere, or that share layers out over other ranks, are
 compared by measured layers. A file that no run wrote, or one of another layout or model, is refused.
-
-A configuration that says ``elastic: true`` is trained by the layout that this search finds, where torchrun has started
-other numbers of ranks than the configured layout can have.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import os
 import statistics
 import sys
 from argparse import Namespace
@@ -22,14 +18,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import yaml
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from lightning_mm5d.config.checks import check_count
 from lightning_mm5d.config.errors import ConfigError
@@ -41,11 +35,12 @@ from lightning_mm5d.partition.costs import stage_costs, units
 from lightning_mm5d.partition.find import find
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import SCHEDULES, check_fields, name_of
+from lightning_mm5d.strategy import MultimodalStrategy
 from lightning_mm5d.tools.cli.cluster_file import read_cluster
-from lightning_mm5d.tools.cli.configuration import Source, prepare
+from lightning_mm5d.tools.cli.configuration import Source
 from lightning_mm5d.tools.cli.estimates import first_microbatch, first_samples, may_share, step_of, tracer
-from lightning_mm5d.tools.cli.job import STRATEGY, Job, configurations, durations, load
-from lightning_mm5d.tools.cli.terminal import check_writable, show, warn, write
+from lightning_mm5d.tools.cli.job import STRATEGY, Job, durations, load
+from lightning_mm5d.tools.cli.terminal import check_writable, show, write
 from lightning_mm5d.tools.planner.activation_trace import Trace
 from lightning_mm5d.tools.planner.layout_costs import Cluster, LayoutCosts
 from lightning_mm5d.tools.planner.profile import measure
@@ -59,12 +54,7 @@ from lightning_mm5d.tools.planner.search import (
     said_of,
     words,
 )
-from lightning_mm5d.trainer.process_group import round_store
 
-_LAYOUT = "elastic layout"
-"""key in the store of the ranks"""
-_SEARCHES = timedelta(minutes=30)
-"""how long rank 0 may search"""
 NODE = 8
 """ranks of a node where no file says how many"""
 
@@ -81,13 +71,13 @@ def plan(arguments: Namespace, source: Source) -> None:
         per_node, size = job.strategy.num_processes, job.strategy.own_world_size
         cluster = Cluster(nodes=size // per_node, ranks=per_node, memory=_memory(arguments) or sys.maxsize)
     traced = tracer(job)
-    with _quiet():
+    with quiet():
         scaled = partial(_scales, job, arguments, run)
         search, replica_batch = search_of(job, cluster, arguments.batch, traced, scaled)
         found = search.best()
     if not found:
         raise search.refusal()
-    text = _file(found[0].candidate, job, source, cluster, replica_batch)
+    text = layout_file(found[0].candidate, job, source, cluster, replica_batch)
     if arguments.write is not None:
         write("--write", arguments.write, text)
     if arguments.json:
@@ -112,69 +102,8 @@ def plan(arguments: Namespace, source: Source) -> None:
     )
 
 
-def with_layout(arguments: Sequence[str], file: Path) -> list[str]:
-    """Return the arguments of ``mm5d fit``, with a layout where the configured one cannot have the ranks of this job.
-
-    Rank 0 searches, and tells the others what it has found.
-
-    Args:
-        arguments: of a LightningCLI whose configuration says ``elastic: true``; the ranks are those of torchrun.
-        file: where the layout is written to.
-
-    Raises:
-        ConfigError: no layout of these ranks can run.
-    """
-    environment = TorchElasticEnvironment()
-    if not environment.detect():
-        return list(arguments)
-    store = round_store(environment, _SEARCHES)
-    if environment.global_rank() == 0:
-        per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-        configs, options = configurations(arguments)
-        source = prepare(configs, None, options)
-        store.set(_LAYOUT, elastic_layout(source, environment.world_size() // per_node, per_node))
-    text = store.get(_LAYOUT).decode()
-    if not text:
-        return list(arguments)
-    file.write_text(text, encoding="utf-8")
-    return [*arguments, f"--config={file}"]
-
-
-def elastic_layout(source: Source, nodes: int, per_node: int) -> str:
-    """Return a layout of other ranks than the configured ones, as a file that lies over the configuration.
-
-    The samples of a step stay as many as on the configured ranks, where a layout can have as many.
-
-    Args:
-        source: of the configuration.
-        nodes: how many there are.
-        per_node: ranks of each.
-
-    Returns:
-        The text of the file; "" where the configured layout can have these ranks.
-    """
-    job = load(source, world=(per_node, nodes))
-    if job.refused is None:
-        return ""
-    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else sys.maxsize
-    cluster = Cluster(nodes=nodes, ranks=per_node, memory=memory)
-    replicas = None
-    with suppress(ConfigError):  # `devices: auto` says nothing of the ranks that there were
-        replicas = load(source).strategy.num_replicas
-    for count in dict.fromkeys((replicas, None)):
-        with _quiet():
-            search, replica_batch = search_of(job, cluster, None, tracer(job), replicas=count)
-            found = search.best()
-        if found:
-            break
-    else:
-        raise search.refusal()
-    warn([f"elastic: {cluster.size} ranks train {search.batch} samples a step as {words(found[0].candidate)}"])
-    return _file(found[0].candidate, job, source, cluster, replica_batch)
-
-
 @contextmanager
-def _quiet() -> Generator[None, None, None]:
+def quiet() -> Generator[None, None, None]:
     """Without warnings of layouts that are only tried."""
     logger = logging.getLogger("lightning_mm5d")
     level = logger.level
@@ -275,9 +204,7 @@ def search_of(
             {"modalities": modalities, "schedule": candidate.schedule, "num_microbatches": candidate.microbatches}
         )
         placed = copy(strategy)
-        vars(placed).pop("layout", None)
-        placed.schedule, placed.modalities = candidate.schedule, for_schedule(modalities, candidate.schedule, loss)
-        placed.num_microbatches, placed.microbatch_size = candidate.microbatches, None
+        lay_out(placed, modalities, candidate.schedule, candidate.microbatches)
         return placed.validate(module)
 
     plan = accepted(Candidate(base, "1f1b", each, 1))
@@ -309,7 +236,7 @@ def search_of(
     if batch is not None:
         check_count("--batch", batch)
     replica_batch = each * strategy.usual_microbatches() if loaded else samples
-    able = batch is not None or loaded or _sets_batch(job, replica_batch)
+    able = batch is not None or loaded or sets_batch(job, replica_batch)
     search = LayoutSearch(
         plan,
         costs,
@@ -325,6 +252,14 @@ def search_of(
     return search, replica_batch
 
 
+def lay_out(strategy: MultimodalStrategy, modalities: Mapping[str, Modality], schedule: str, microbatches: int) -> None:
+    """Give a strategy another layout, before it runs."""
+    vars(strategy).pop("layout", None)
+    strategy.schedule = schedule
+    strategy.modalities = for_schedule(modalities, schedule, loss_modality_of(modalities))
+    strategy.num_microbatches, strategy.microbatch_size = microbatches, None
+
+
 def _free(modality: Modality, owner: str | None) -> Modality:
     """A modality without its layout, on the ranks of its owner."""
     sizes: dict[str, Any] = dict.fromkeys(("dp_size", "pp_size", "pipeline_template", "cost", "ulysses_size"))
@@ -333,13 +268,13 @@ def _free(modality: Modality, owner: str | None) -> Modality:
     return with_fields(modality, **sizes, tp_mode="1d", cp_mode=mode, inner_ring_size=None, colocate_with=owner)
 
 
-def _sets_batch(job: Job, size: int) -> bool:
+def sets_batch(job: Job, size: int) -> bool:
     """Whether the configuration can say how many samples a batch has."""
     data = job.data
     return getattr(data, "batch_size", None) == size and "batch_size" in inspect.signature(type(data)).parameters
 
 
-def _file(candidate: Candidate, job: Job, source: Source, cluster: Cluster, replica_batch: int) -> str:
+def layout_file(candidate: Candidate, job: Job, source: Source, cluster: Cluster, replica_batch: int) -> str:
     """The layout as a file that lies over the configuration."""
     modalities, schedule, samples, count = candidate
     made = {name: said_of(one, job.modalities[name]) for name, one in modalities.items()}
@@ -351,7 +286,7 @@ def _file(candidate: Candidate, job: Job, source: Source, cluster: Cluster, repl
     own, note = samples * count, ""
     if own != replica_batch and job.strategy.microbatching != "loader":
         note = f"# each replica takes {own} samples of a batch, and the data have {replica_batch}\n"
-        if _sets_batch(job, replica_batch):
+        if sets_batch(job, replica_batch):
             kind, note, size = type(job.data), "", {"batch_size": own}
             path = f"{kind.__module__}.{kind.__qualname__}"
             found["data"] = {"class_path": path, "init_args": size} if source.names_data else size

@@ -130,7 +130,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 # what Lightning's precision plugins make of a module's parameters; all other settings leave them alone
-_DTYPES = {"64-true": torch.float64, "64": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+DTYPES = {"64-true": torch.float64, "64": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 _ARGUMENTS = frozenset(
     f for made in (MultimodalStrategy, fields_of_strategy) for f in inspect.signature(made).parameters
 )
@@ -289,7 +289,7 @@ def _parsed(
         assert strategy.layout.size  # raises where the sizes do not fill the world
         return Job(strategy, None, modalities)
     precision, accumulates = str(settings.precision or "32-true"), (settings.accumulate_grad_batches or 1) != 1
-    dtype = _DTYPES.get(precision)
+    dtype = DTYPES.get(precision)
     if precision in ("bf16-true", "16-true"):
         strategy.precision_plugin = HalfPrecision(precision)  # type: ignore[arg-type]
     for key in list(vars(settings)):

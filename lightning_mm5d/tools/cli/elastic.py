@@ -1,0 +1,200 @@
+"""Trains ranks of torchrun that a layout cannot have, by one that the planner finds for them.
+
+``elastic: true`` in the configuration of ``mm5d fit`` lays a file over it. A script of one's own says `ElasticStrategy`
+in place of `MultimodalStrategy`. Rank 0 searches, and tells the others what it has found; an error of its search is one
+on all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from typing_extensions import override
+
+from lightning_mm5d.checkpoint.rank_reports import RankReports
+from lightning_mm5d.config.errors import ConfigError, RankLostError, repeated
+from lightning_mm5d.config.modality import as_modalities, loss_modality_of
+from lightning_mm5d.data.random_state import kept_random_state
+from lightning_mm5d.strategy import MultimodalStrategy
+from lightning_mm5d.tools.cli.cluster_plan import lay_out, layout_file, quiet, search_of, sets_batch
+from lightning_mm5d.tools.cli.configuration import Source, prepare
+from lightning_mm5d.tools.cli.estimates import tracer
+from lightning_mm5d.tools.cli.job import DTYPES, Job, configurations, load
+from lightning_mm5d.tools.cli.terminal import warn
+from lightning_mm5d.tools.planner.layout_costs import Cluster
+from lightning_mm5d.tools.planner.search import Candidate, said_of, words
+from lightning_mm5d.trainer.construction import configured, copy_without_memory
+from lightning_mm5d.trainer.process_group import round_store
+
+_SEARCHES = timedelta(minutes=30)
+"""how long rank 0 may search"""
+
+
+class ElasticStrategy(MultimodalStrategy):
+    """A `MultimodalStrategy` whose layout is that of `mm5d plan` where torchrun's ranks cannot have the given one.
+
+    Its arguments are those of `MultimodalStrategy`, and say the layout of the ranks that there usually are. With
+    `dp_size` the samples of a step stay as many as on these, where a layout of fewer ranks can have as many.
+    """
+
+    @override
+    def validate_before_launch(
+        self, module: pl.LightningModule, *data: Any, callbacks: Sequence[pl.Callback] = ()
+    ) -> None:
+        if TorchElasticEnvironment.detect():
+            found = agreed(lambda: self._other_layout(module, data))
+            if found is not None:
+                lay_out(self, as_modalities(found["modalities"]), found["schedule"], found["microbatches"])
+                for one in data:
+                    if isinstance(one, pl.LightningDataModule) and found["batch_size"] is not None:
+                        vars(one)["batch_size"] = found["batch_size"]
+        super().validate_before_launch(module, *data, callbacks=callbacks)
+
+    def _other_layout(self, module: pl.LightningModule, data: Sequence[Any]) -> dict[str, Any] | None:
+        """Return what these ranks train by; None where they can have the given layout."""
+        try:
+            self.validate(module, *data)
+        except ConfigError as error:
+            refused = error
+        else:
+            return None
+        job = self._job(module, data, refused)
+        usual = self.modalities[loss_modality_of(self.modalities)].dp_size
+        with kept_random_state():  # data draw from it
+            candidate, replica_batch = best(job, _cluster(self.num_nodes, self.num_processes), usual)
+        size = candidate.samples * candidate.microbatches
+        return {
+            "modalities": {name: said_of(one, job.modalities[name]) for name, one in candidate.modalities.items()},
+            "schedule": candidate.schedule,
+            "microbatches": candidate.microbatches,
+            "batch_size": size if size != replica_batch and sets_batch(job, replica_batch) else None,
+        }
+
+    def _job(self, module: pl.LightningModule, data: Sequence[Any], refused: ConfigError) -> Job:
+        """Return what a call of the trainer trains, of which a search changes nothing."""
+        precision = str(self.precision_plugin.precision)
+        copy = copy_without_memory(configured(module, self.precision_plugin))
+        source = next((one for one in data if isinstance(one, pl.LightningDataModule)), None)
+        if source is None and data and data[0] is not None:
+            source = pl.LightningDataModule()
+            vars(source)["train_dataloader"] = lambda: deepcopy(data[0])
+        elif source is not None:
+            source = deepcopy(source)
+        return Job(self, copy.to(DTYPES.get(precision)), self.modalities, source, precision, refused=refused)
+
+
+def with_layout(arguments: Sequence[str], file: Path) -> list[str]:
+    """Return the arguments of ``mm5d fit``, with a layout where the configured one cannot have the ranks of this job.
+
+    Args:
+        arguments: of a LightningCLI whose configuration says ``elastic: true``; the ranks are those of torchrun.
+        file: where the layout is written to.
+
+    Raises:
+        ConfigError: no layout of these ranks can run.
+    """
+    environment = TorchElasticEnvironment()
+    if not environment.detect():
+        return list(arguments)
+
+    def found() -> str:
+        per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        configs, options = configurations(arguments)
+        return elastic_layout(prepare(configs, None, options), environment.world_size() // per_node, per_node)
+
+    text = agreed(found)
+    if not text:
+        return list(arguments)
+    file.write_text(text, encoding="utf-8")
+    return [*arguments, f"--config={file}"]
+
+
+def elastic_layout(source: Source, nodes: int, per_node: int) -> str:
+    """Return a layout of other ranks than the configured ones, as a file that lies over the configuration.
+
+    Args:
+        source: of the configuration.
+        nodes: how many there are.
+        per_node: ranks of each.
+
+    Returns:
+        The text of the file; "" where the configured layout can have these ranks.
+    """
+    job = load(source, world=(per_node, nodes))
+    if job.refused is None:
+        return ""
+    replicas = None
+    with suppress(ConfigError):  # `devices: auto` says nothing of the ranks that there were
+        replicas = load(source).strategy.num_replicas
+    cluster = _cluster(nodes, per_node)
+    candidate, replica_batch = best(job, cluster, replicas)
+    return layout_file(candidate, job, source, cluster, replica_batch)
+
+
+def _cluster(nodes: int, per_node: int) -> Cluster:
+    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else sys.maxsize
+    return Cluster(nodes=nodes, ranks=per_node, memory=memory)
+
+
+def best(job: Job, cluster: Cluster, replicas: int | None) -> tuple[Candidate, int]:
+    """Return the fastest layout of a cluster and the samples of a replica's batch as the data have them; print it.
+
+    The samples of a step stay as many as `replicas` have, where a layout can have as many.
+
+    Raises:
+        ConfigError: no layout of these ranks can run.
+    """
+    own_ranks = sum(one.own_ranks_per_replica for one in job.modalities.values())
+    for count in dict.fromkeys((replicas, max(cluster.size // own_ranks, 1))):
+        with quiet():
+            search, replica_batch = search_of(job, cluster, None, tracer(job), replicas=count)
+            found = search.best()
+        if found:
+            break
+    else:
+        raise search.refusal()
+    warn([f"elastic: {cluster.size} ranks train {search.batch} samples a step as {words(found[0].candidate)}"])
+    return found[0].candidate, replica_batch
+
+
+def agreed(find: Callable[[], Any]) -> Any:
+    """Return on all ranks of torchrun the JSON value that `find` returns on rank 0.
+
+    Raises:
+        ConfigError: of `find`, on all ranks.
+        RankLostError: on the other ranks, where it fails by another error.
+    """
+    environment, failed = TorchElasticEnvironment(), None
+    rank, store = environment.global_rank(), round_store(environment, _SEARCHES)
+    reports = RankReports(store, "elastic layout", rank=rank, world_size=environment.world_size(), timeout=_SEARCHES)
+    if rank == 0:
+        value: Any = None
+        said: Any = None
+        try:
+            value = find()
+        except Exception as error:
+            failed = error
+            is_ours = isinstance(error, ConfigError)
+            said = (
+                [error.field, str(error.got), error.rule, error.fix] if is_ours else f"{type(error).__name__}: {error}"
+            )
+        reports.tell("found", [value, said])
+    value, said = reports.hear("found")
+    reports.part("found")
+    if failed is not None:
+        raise failed
+    if isinstance(said, list):
+        raise ConfigError(*said)
+    if said is not None:
+        raise repeated(RankLostError(f"rank 0: {said}"), 0, said)
+    return value
