@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -325,8 +326,9 @@ class CheckpointStrategy(ProcessStrategy, ABC):
     @_on_parts
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> None:
         module, state = self._module("load_model_state_dict"), checkpoint["state_dict"]
-        if self._session is None and self.main_params is not None:
-            self._converted(module)  # or what is loaded now would be rounded in `setup`
+        is_wider = self.main_params is not None or isinstance(self.precision_plugin, DoublePrecision)
+        if self._session is None and is_wider:
+            self._converted(module)  # or what is loaded now would be rounded
         plan, in_setup = self._shards_plan(), self._session is None and self.must_load_in_setup(module)
         before_run = self._session is None and not in_setup
         if self._checkpoints.take_weights(module, state, plan, strict=strict, before_run=before_run):
