@@ -127,7 +127,7 @@ class RankReports:
                     f"{key.rpartition(' ')[0]!r}: rank {key.rpartition(' ')[2]} said nothing for {self.timeout}"
                 )
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            pause = min(1.25 * pause, _LONGEST_PAUSE_S)
         return self._store.get(key).decode()
 
 

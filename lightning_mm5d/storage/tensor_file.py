@@ -12,7 +12,7 @@ import operator
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ class TensorFile:
         path: of the file.
         written: what the file must be; None where nobody noted it.
         follow: whether the path may be a symbolic link.
+        elsewhere: fills memory with the bytes from an offset on, of a file that is `written` on another host.
+        checksums: whether a file that is `written` must have them.
 
     Attributes:
         path: of the file.
@@ -57,12 +59,20 @@ class TensorFile:
         CheckpointCorruptError: the file is missing, damaged or another one.
     """
 
-    def __init__(self, path: str | os.PathLike[str], written: WrittenFile | None = None, *, follow: bool = True):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        written: WrittenFile | None = None,
+        *,
+        follow: bool = True,
+        elsewhere: Callable[[memoryview, int], None] | None = None,
+        checksums: bool = True,
+    ) -> None:
         if sys.byteorder != "little":
             raise NotImplementedError("safetensors files hold little-endian numbers; this machine is big-endian")
-        self.path, self._follow = Path(path), follow
+        self.path, self._follow, self._elsewhere, self._checks = Path(path), follow, elsewhere, checksums
         self.bytes_read = 0
-        with opened(self.path, follow=follow) as descriptor:
+        with self._opened() as descriptor:
             self._identity = _identity(descriptor)
             self._header = self._read_header(descriptor, written)
         self.entries: Mapping[str, Entry] = self._header.entries
@@ -119,28 +129,43 @@ class TensorFile:
                 for start in range(0, entry.size, _SCRATCH_BYTES):
                     reader.copy(scratch[: min(_SCRATCH_BYTES, entry.size - start)], start)
 
-    def _read_header(self, descriptor: int, written: WrittenFile | None) -> Header:
-        size = os.fstat(descriptor).st_size
+    def _read_header(self, descriptor: int | None, written: WrittenFile | None) -> Header:
+        size = written.size if descriptor is None and written is not None else _identity(descriptor)[2]
         if written is not None and size != written.size:
             raise corrupt(self.path, f"it has {size} bytes instead of {written.size}")
         prefix = bytearray(min(8, size))
-        read_into(descriptor, memoryview(prefix), 0, self.path)
+        self.read_at(descriptor, memoryview(prefix), 0)
         try:
             text = bytearray(header_bytes(bytes(prefix), size))
-            read_into(descriptor, memoryview(text), 8, self.path)
-            self.bytes_read += 8 + len(text)
+            self.read_at(descriptor, memoryview(text), 8)
             if written is not None and zlib.crc32(text, zlib.crc32(prefix)) != written.checksum:
                 raise HeaderError("its header differs from what was written")
             header = decode_header(bytes(text), size)
-            if written is not None and not header.block_bytes:
+            if written is not None and self._checks and not header.block_bytes:
                 raise HeaderError("it has no checksums")
         except HeaderError as error:
             raise corrupt(self.path, str(error)) from None
         return header
 
+    def read_at(self, descriptor: int | None, memory: memoryview, offset: int) -> None:
+        """Fill `memory` with the bytes from `offset` on, of the open file, or where there is none from elsewhere."""
+        if descriptor is not None:
+            read_into(descriptor, memory, offset, self.path)
+        elif self._elsewhere is not None:
+            self._elsewhere(memory, offset)
+        self.bytes_read += len(memory)
+
     @contextmanager
-    def _reopened(self) -> Iterator[int]:
+    def _opened(self) -> Iterator[int | None]:
+        if self._elsewhere is not None:
+            yield None
+            return
         with opened(self.path, follow=self._follow) as descriptor:
+            yield descriptor
+
+    @contextmanager
+    def _reopened(self) -> Iterator[int | None]:
+        with self._opened() as descriptor:
             if _identity(descriptor) != self._identity:
                 raise corrupt(self.path, "it was changed or replaced after its header was read")
             yield descriptor
@@ -149,7 +174,7 @@ class TensorFile:
 class _Reader:
     """Reads bytes of one tensor, counted from its first one; verifies them where the file has checksums."""
 
-    def __init__(self, file: TensorFile, descriptor: int, name: str, entry: Entry, header: Header) -> None:
+    def __init__(self, file: TensorFile, descriptor: int | None, name: str, entry: Entry, header: Header) -> None:
         self._file, self._descriptor, self._name, self._entry = file, descriptor, name, entry
         self._block, self._checksums = header.block_bytes, header.checksums.get(name, ())
         self._gap = self._block or _GAP_BYTES
@@ -201,8 +226,7 @@ class _Reader:
             done = stop
 
     def _read(self, memory: memoryview, start: int) -> None:
-        read_into(self._descriptor, memory, self._entry.start + start, self._file.path)
-        self._file.bytes_read += len(memory)
+        self._file.read_at(self._descriptor, memory, self._entry.start + start)
 
     def _read_verified(self, memory: memoryview, start: int) -> None:
         """Read whole blocks."""
@@ -223,6 +247,7 @@ class TensorFileWriter:
         specs: dtype and shape of each tensor that will be written, by name.
         metadata: free-form strings for the header.
         flush: whether the file is on the disk when the context is left.
+        checksums: whether reads are to be verified.
 
     Attributes:
         written: size and checksum, once the context is left without an error.
@@ -241,8 +266,9 @@ class TensorFileWriter:
         metadata: Mapping[str, str] | None = None,
         *,
         flush: bool = True,
+        checksums: bool = True,
     ) -> None:
-        self.path, self._metadata, self._flush = Path(path), dict(metadata or {}), flush
+        self.path, self._metadata, self._flush, self._checks = Path(path), dict(metadata or {}), flush, checksums
         self._entries = lay_out({name: (dtype, tuple(shape)) for name, (dtype, shape) in specs.items()})
         self._digits = {name: "0" * 8 * block_count(entry) for name, entry in self._entries.items()}
         self._missing = set(self._entries)
@@ -274,7 +300,8 @@ class TensorFileWriter:
         for memory in _pieces(tensor.detach()):
             for start in range(0, len(memory), _CHUNK_BYTES):
                 chunk = memory[start : start + _CHUNK_BYTES]
-                checksums.add(chunk)
+                if self._checks:
+                    checksums.add(chunk)
                 write_at(self._descriptor, chunk, offset, self.path)
                 offset += len(chunk)
         self._digits[name] = checksums.digits()
@@ -298,7 +325,7 @@ class TensorFileWriter:
         self.written = WrittenFile(self._origin + last, zlib.crc32(header))
 
     def _header(self) -> bytes:
-        return encode_header(self._entries, self._metadata, "".join(self._digits.values()))
+        return encode_header(self._entries, self._metadata, "".join(self._digits.values()) if self._checks else None)
 
 
 class _BlockChecksums:
@@ -353,6 +380,8 @@ def _dot(left: Sequence[int], right: Sequence[int]) -> int:
     return sum(map(operator.mul, left, right))
 
 
-def _identity(descriptor: int) -> tuple[int, ...]:
+def _identity(descriptor: int | None) -> tuple[int, ...]:
+    if descriptor is None:
+        return (0, 0, 0, 0)
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

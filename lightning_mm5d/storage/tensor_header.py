@@ -119,15 +119,16 @@ def block_count(entry: Entry) -> int:
     return -(-entry.size // BLOCK_BYTES)
 
 
-def encode_header(entries: Mapping[str, Entry], metadata: Mapping[str, str], checksums: str) -> bytes:
+def encode_header(entries: Mapping[str, Entry], metadata: Mapping[str, str], checksums: str | None) -> bytes:
     """Return length and header; the length depends on the lengths of the strings alone.
 
     Args:
         entries: from `lay_out`.
         metadata: free-form strings.
-        checksums: hexadecimal digits of all blocks.
+        checksums: hexadecimal digits of all blocks; None where nobody will verify them.
     """
-    tree: dict[str, Any] = {METADATA: {**metadata, CHECKSUMS: f"{BLOCK_BYTES}:{checksums}"}}
+    own = {} if checksums is None else {CHECKSUMS: f"{BLOCK_BYTES}:{checksums}"}
+    tree: dict[str, Any] = {METADATA: {**metadata, **own}}
     for name, entry in entries.items():
         shape = list(entry.shape)
         if entry.dtype is torch.float4_e2m1fn_x2:

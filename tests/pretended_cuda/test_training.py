@@ -20,6 +20,7 @@ from torchmetrics.classification import MulticlassAccuracy
 import pretended_cuda
 from features.toys import CLASSES, PAIR, PIPE, SHARED, Layout, Run, Toy, alone, figures
 from lightning_mm5d import Modality
+from lightning_mm5d.features.sharded_checkpoints.own_shards import HostCopies, Item
 from parity.harness import fit, strategy
 from ranks import run_ranks
 from zoo import CASES
@@ -165,3 +166,34 @@ def test_what_users_do_on_gpus_gives_the_numbers_of_one_process(name: str, tmp_p
                     assert found[key][figure] == pytest.approx(value, rel=tolerance, abs=tolerance), (key, figure)
         expected = one["predicted"][rank :: layout.replicas] if layout.replicas > 1 else one["predicted"]
         torch.testing.assert_close(found["predicted"].cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+def copied_beside(rank: int) -> list[bool]:
+    """What a checkpoint in memory copies while the device computes, and whether it was there before anybody waited."""
+    pretended_cuda.enter()
+    weight = torch.nn.Parameter(torch.ones(3, 4, device="cuda"))
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+
+    def step() -> None:
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+
+    step()
+    copies, found = HostCopies(beside=True), list[bool]()
+    for _ in range(2):
+        states = [Item.whole(key, value) for key, value in optimizer.state[weight].items()]
+        items = [Item.whole("weight", weight.detach())]
+        values = [one.tensor.cpu().clone() for one in (*items, *states)]
+        taken = copies.take(items, states, [optimizer])
+        found.append(torch.equal(taken[0].tensor, values[0]))
+        step()
+        copies.ready()
+        found.append(all(torch.equal(one.tensor, value) for one, value in zip(taken, values, strict=True)))
+        found.append(taken[0].tensor.is_pinned())
+    copies.close()
+    step()
+    return found
+
+
+def test_states_are_copied_to_pinned_memory_beside_what_the_device_computes_and_before_the_next_step() -> None:
+    assert run_ranks(1, copied_beside) == [[False, True, True] * 2]

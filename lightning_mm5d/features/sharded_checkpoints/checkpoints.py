@@ -26,9 +26,18 @@ from typing_extensions import override
 from lightning_mm5d.checkpoint.module_state import collect_others
 from lightning_mm5d.checkpoint.rank_reports import RankReports, joined
 from lightning_mm5d.config.errors import CheckpointCorruptError, private
-from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory
+from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory, Reader
 from lightning_mm5d.features.sharded_checkpoints.in_memory import HostMemory, Nodes
-from lightning_mm5d.features.sharded_checkpoints.own_shards import AVERAGES, OwnShards, labels_of, own_state
+from lightning_mm5d.features.sharded_checkpoints.own_shards import (
+    AVERAGES,
+    HostCopies,
+    OwnShards,
+    Piece,
+    Saved,
+    labels_of,
+    own_state,
+    pieces_of,
+)
 from lightning_mm5d.features.sharded_checkpoints.sharded_load import (
     SavedWeights,
     ShardedCheckpoint,
@@ -174,11 +183,12 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
         self._in_thread, self._falls_back = fields["async_checkpoint"], fields["on_corrupt_checkpoint"] == "previous"
         self._saves = Saves()
         self._stand_ins: dict[str, Tensor] = {}
+        self._division: tuple[Plan, Mapping[str, Saved], list[Piece]] | None = None
         self._links = ExitStack()  # what lets Lightning make links again
         self._waiting: SavedWeights | None = None  # to load once the module is cut
         every = fields["in_memory_every_n_steps"]
         self._memory = None if every is None else HostMemory(every)
-        self._memory_saves, self._is_for_memory = Saves(), False
+        self._memory_saves, self._memory_copies, self._is_for_memory = Saves(), HostCopies(beside=True), False
 
     # --- saving ---
 
@@ -205,12 +215,21 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
         in_thread = memory is not None or (self._in_thread and run.goes_on)
         reports = open_reports("save")
         sources = {} if run.buffers is None else run.buffers.sources(run.wire)
-        shards = OwnShards(run.module, run.plan, reports.rank, sources, self._stand_ins, run.averages)
+        shards = OwnShards(
+            run.module, run.plan, reports.rank, sources, self._stand_ins, run.averages, division=self._pieces_of
+        )
         save = made(reports, run.optimizers, run.fields)
         labels = [labels_of(optimizer, run.module) for optimizer in run.optimizers]
         save.announce(os.fspath(path), lambda: decide(checkpoint, shards, labels))
-        save.take(shards, copies=in_thread)
+        copies = self._memory_copies if memory is not None else HostCopies()
+        save.take(shards, copies if in_thread else None)
         saves.run(save, in_thread=in_thread)
+
+    def _pieces_of(self, plan: Plan, tensors: Mapping[str, Saved]) -> list[Piece]:
+        """Return `pieces_of` these arguments, found once for saves that follow each other."""
+        if self._division is None or self._division[0] is not plan or self._division[1] != tensors:
+            self._division = plan, tensors, pieces_of(plan, tensors)
+        return self._division[2]
 
     def _open_memory_reports(self, topic: str) -> RankReports:
         return self._open_reports(topic, connection="memory")  # whose thread may be under way beside the other one
@@ -260,9 +279,10 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
             if not failed:
                 self._memory_saves.finish()
             self._memory.close(failed=failed)
+            self._memory_copies.close()
         self._links.close()
         self._stand_ins.clear()
-        self._waiting = None
+        self._waiting = self._division = None
         self._saves.close(failed=failed)
 
     # --- loading ---
@@ -282,13 +302,14 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
 
     @override
     def load(self, path: str | os.PathLike[str], *, weights_only: bool) -> tuple[dict[str, Any], Mapping[str, Any]]:
-        if self._memory is not None:
-            self._memory.complete(Path(path), self._open_memory_reports)
-        return self.together("load", partial(self._opened, Path(path), weights_only))
+        there = {} if self._memory is None else self._memory.elsewhere(Path(path), self._open_memory_reports)
+        return self.together("load", partial(self._opened, Path(path), weights_only, there))
 
-    def _opened(self, path: Path, weights_only: bool) -> tuple[dict[str, Any], Mapping[str, Any]]:
-        checkpoint = ShardedCheckpoint(path, weights_only=weights_only)
-        directory = CheckpointDirectory(path)
+    def _opened(
+        self, path: Path, weights_only: bool, elsewhere: Mapping[str, Reader]
+    ) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        checkpoint = ShardedCheckpoint(path, weights_only=weights_only, elsewhere=elsewhere)
+        directory = CheckpointDirectory(path, elsewhere)
         if self._falls_back:  # all bytes now, because nothing can be loaded instead later on
             world = dist.get_world_size() if dist.is_initialized() else 1
             rank = dist.get_rank() if dist.is_initialized() else 0

@@ -18,7 +18,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -46,6 +46,10 @@ VERSION = 1
 _FORMAT = "lightning_mm5d checkpoint"
 _LIMIT = 256 * 2**20  # bytes
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+Reader = Callable[[memoryview, int], None]
+"""fills memory with the bytes of a file from an offset on"""
+UNCHECKED = "unchecked"
+"""field of a manifest whose tensor files have no checksums: they never leave the memory of hosts"""
 _HEAD, _TAIL = '{"checksum":"%08x","manifest":', "}\n"
 
 
@@ -213,6 +217,7 @@ class CheckpointDirectory:
 
     Args:
         path: of the directory, or of a link to it.
+        elsewhere: what reads files that other hosts have, by name.
 
     Attributes:
         path: where it was found.
@@ -224,8 +229,8 @@ class CheckpointDirectory:
         CheckpointCorruptError: there is no manifest, or a damaged one.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = resolve(path)
+    def __init__(self, path: str | os.PathLike[str], elsewhere: Mapping[str, Reader] | None = None) -> None:
+        self.path, self._elsewhere = resolve(path), elsewhere or {}
         if not os.path.lexists(self.path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(self.path))
         if not os.path.lexists(self.path / MANIFEST):
@@ -244,7 +249,11 @@ class CheckpointDirectory:
             CheckpointCorruptError: the file is missing, damaged, too large, or not in the manifest.
         """
         path, written = self._file(name)
-        data = read_whole(path, limit)
+        if (read := self._elsewhere.get(name)) is not None and written.size <= limit:
+            read(memoryview(sent := bytearray(written.size)), 0)
+            data = bytes(sent)
+        else:
+            data = read_whole(path, limit)
         if WrittenFile.of(data) != written:
             raise corrupt(path, "its content differs from what was written")
         return data
@@ -257,7 +266,8 @@ class CheckpointDirectory:
                 damaged.
         """
         path, written = self._file(name)
-        return TensorFile(path, written, follow=False)
+        checksums, read = UNCHECKED not in self.fields, self._elsewhere.get(name)
+        return TensorFile(path, written, follow=False, elsewhere=read, checksums=checksums)
 
     def tensor_files(self) -> list[str]:
         """Return the names of all tensor files."""

@@ -7,8 +7,8 @@ the first rank of each node has added the manifest; until then the one before it
 all ranks counts on none.
 
 When ranks start again, each node says which files it has, and rank 0 names the newest checkpoint of which all files are
-somewhere. Nodes that lack files get them from those that have them. All else is as with a sharded checkpoint on a disk:
-another number of replicas may go on with it.
+somewhere. Of files that its node lacks, each rank reads what it needs from a node that has them. All else is as with a
+sharded checkpoint on a disk: another number of replicas may go on with it.
 
 The folder of a node belongs to one agent of torchrun, so that nothing outlives its job: a job that was started anew
 does not find it, and removes what the agents of ended jobs have left. When a fit has ended well its last checkpoint
@@ -21,14 +21,20 @@ import atexit
 import itertools
 import json
 import os
+import secrets
 import shutil
+import socket
+import socketserver
 import stat
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +48,24 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mm5d.checkpoint.rank_reports import RankReports
-from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
+from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError, RankLostError
 from lightning_mm5d.engine.run_groups import Groups
 from lightning_mm5d.features.sharded_checkpoints.directory import (
     MANIFEST,
+    UNCHECKED,
     DirectoryWriter,
     Manifest,
+    Reader,
     decode_manifest,
     encode_manifest,
     is_file_name,
 )
 from lightning_mm5d.features.sharded_checkpoints.sharded_save import Save
-from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.storage.files import WrittenFile, write_whole
+from lightning_mm5d.storage.tensor_file import TensorFileWriter
 
 SHARED_MEMORY = Path("/dev/shm")
+_RUN, _RESTARTS = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"  # variables that an agent sets
 KEPT = 2  # the newest one may not have come to all nodes
 _CHUNK_BYTES = 64 * 2**20  # sent at once
 _LAST_S = 10.0  # how long the last process of a node waits for the ends of the others
@@ -95,10 +104,25 @@ class Nodes:
 
 
 def agent_folder() -> Path | None:
-    """Return the folder of the agent of torchrun that has started this process; None without one."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    """Return the folder of the agent of torchrun that has started this process; None without one.
+
+    The agent is the first process above this one that was not told a rank; a shell may be between.
+    """
+    if _RUN not in os.environ:
         return None
-    return SHARED_MEMORY / f"mm5d-{os.getuid()}-{os.getppid()}-{_started(os.getppid())}"
+    agent = os.getppid()
+    while above := _parent_of_rank(agent):
+        agent = above
+    return SHARED_MEMORY / f"mm5d-{os.getuid()}-{agent}-{_started(agent)}"
+
+
+def _parent_of_rank(process: int) -> int | None:
+    """Return the parent of a process that torchrun's agent has told a rank; None of any other."""
+    with suppress(OSError):
+        variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        if any(one.startswith(f"{_RUN}=".encode()) for one in variables):
+            return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
 
 
 def remove_ended() -> None:
@@ -145,8 +169,17 @@ class MemoryWriter(DirectoryWriter):
         """Nothing: each rank makes the folder of its node."""
 
     @override
+    def tensor_file(
+        self,
+        name: str,
+        specs: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> TensorFileWriter:
+        return TensorFileWriter(self.folder / name, specs, metadata, flush=False, checksums=False)
+
+    @override
     def commit(self, files: Mapping[str, WrittenFile], fields: Mapping[str, Any]) -> None:
-        text = encode_manifest(Manifest(files, fields))
+        text = encode_manifest(Manifest(files, {**fields, UNCHECKED: True}))
         write_whole(self.folder / MANIFEST, text)
         self._reports.tell("manifest", text.decode())
 
@@ -226,10 +259,9 @@ def _swap(sent: Tensor | None, after: int, taken: Tensor | None, before: int, gr
 
 
 def _read(path: Path) -> Iterator[Tensor]:
-    """Yield the bytes of a file in parts."""
-    with path.open("rb") as file:
-        while data := file.read(_CHUNK_BYTES):
-            yield torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    """Yield the bytes of a file in parts, without a copy."""
+    if size := path.stat().st_size:
+        yield from torch.from_file(os.fspath(path), size=size, dtype=torch.uint8).split(_CHUNK_BYTES)
 
 
 def _written(folder: Path, name: str, size: int) -> Iterator[Tensor]:
@@ -241,6 +273,94 @@ def _written(folder: Path, name: str, size: int) -> Iterator[Tensor]:
             chunk = torch.empty(min(_CHUNK_BYTES, size - start), dtype=torch.uint8)
             yield chunk
             file.write(chunk.numpy().data)
+
+
+class FileServer(socketserver.ThreadingTCPServer):
+    """Serves the files of a checkpoint to ranks of other nodes, which each ask for the bytes that they need.
+
+    Args:
+        folder: of the checkpoint.
+        key: that a rank must know.
+
+    Attributes:
+        address: by which other nodes reach it.
+    """
+
+    daemon_threads, block_on_close = True, False
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self.folder, self.key = folder, key
+        meeting_point = os.environ["MASTER_ADDR"]
+        with socket.create_connection((meeting_point, int(os.environ["MASTER_PORT"]))) as connection:
+            host, there = connection.getsockname()[0], connection.getpeername()[0]
+            self.address_family = connection.family
+        is_there = host == there or ip_address(host).is_loopback
+        super().__init__(("" if is_there else host, 0), _Served)
+        self.address = meeting_point if is_there else host, self.server_address[1]
+        threading.Thread(target=self.serve_forever, name="checkpoint files", daemon=True).start()
+
+    @override
+    def handle_error(self, *_: Any) -> None:
+        """Nothing: the rank that asked has an error of its own."""
+
+    def close(self) -> None:
+        """Serve nobody any more."""
+        self.shutdown()
+        self.server_close()
+
+
+class _Served(socketserver.StreamRequestHandler):
+    """Answers one rank, whose lines say the key, a file, and its first and last byte."""
+
+    server: FileServer
+
+    @override
+    def handle(self) -> None:
+        for line in self.rfile:
+            key, name, start, stop = json.loads(line)
+            if not secrets.compare_digest(str(key), self.server.key) or not is_file_name(name):
+                return
+            with (self.server.folder / name).open("rb") as file:
+                self.connection.sendfile(file, start, stop - start)
+
+
+class RemoteFiles:
+    """What a rank reads of the files of another node.
+
+    Args:
+        rank: that serves them.
+        address: where it does.
+        key: that it asks for.
+        timeout: of each answer.
+    """
+
+    def __init__(self, rank: int, address: Sequence[Any], key: str, timeout: timedelta) -> None:
+        self._rank, self._address, self._key, self._timeout = rank, address, key, timeout
+        self._connection: socket.socket | None = None
+
+    def read(self, name: str, memory: memoryview, offset: int) -> None:
+        """Fill `memory` with the bytes of a file from `offset` on.
+
+        Raises:
+            RankLostError: the other rank does not send them.
+        """
+        try:
+            if self._connection is None:
+                self._connection = socket.create_connection(tuple(self._address), self._timeout.total_seconds())
+            asked = [self._key, name, offset, offset + len(memory)]
+            self._connection.sendall(f"{json.dumps(asked)}\n".encode())
+            while memory:
+                count = self._connection.recv_into(memory)
+                if not count:
+                    raise ConnectionError("it has closed the connection")
+                memory = memory[count:]
+        except OSError as error:
+            raise RankLostError(f"rank {self._rank} does not send {name} of a checkpoint in memory: {error}") from error
+
+    def close(self) -> None:
+        """Read nothing any more."""
+        if self._connection is not None:
+            self._connection.close()
 
 
 class HostMemory:
@@ -258,6 +378,8 @@ class HostMemory:
         self._callback: SaveInMemory | None = None
         self._trainer: pl.Trainer | None = None
         self._number, self._manifest, self._timeout = 0, "", timedelta(0)
+        self._served: FileServer | None = None
+        self._remote: dict[int, RemoteFiles] = {}
 
     # --- going on ---
 
@@ -286,7 +408,14 @@ class HostMemory:
         self._timeout = reports.timeout
         reports.tell("there", [found_in(self._folder), manifests_in(self._folder)] if nodes.is_first else None)
         if nodes.rank == 0:
-            reports.tell("chosen", newest([reports.hear("there", rank) for rank in nodes.firsts]))
+            there = [reports.hear("there", rank) for rank in nodes.firsts]
+            reports.tell("chosen", newest(there))
+            is_again = any(files for files, _ in there) or os.environ.get(_RESTARTS, "0") != "0"
+            if is_again and reports.hear("chosen") is None:
+                rank_zero_warn(
+                    "No checkpoint in memory has all its files on the hosts: none was written yet, or neighbours were "
+                    "lost together. The fit begins from ckpt_path"
+                )
         chosen = reports.hear("chosen")
         reports.part("chosen")
         name, self._manifest = (None, "") if chosen is None else chosen
@@ -297,12 +426,12 @@ class HostMemory:
                     shutil.rmtree(self._folder / other, ignore_errors=True)
         if name is None:
             return None
-        (self._folder / name).mkdir(exist_ok=True)  # on a new node, which gets the files later
+        (self._folder / name).mkdir(exist_ok=True)  # on a new node, which gets the manifest later
         rank_zero_info("The fit goes on from a checkpoint in the memory of the hosts")
         return self._folder / name
 
-    def complete(self, path: Path, open_reports: Callable[[str], RankReports]) -> None:
-        """Get the files of a checkpoint that this node lacks from nodes that have them; collective.
+    def elsewhere(self, path: Path, open_reports: Callable[[str], RankReports]) -> dict[str, Reader]:
+        """Return what reads files of a checkpoint that this node lacks, from nodes that have them; collective.
 
         Args:
             path: of the checkpoint on this node.
@@ -310,25 +439,30 @@ class HostMemory:
         """
         nodes = self._nodes
         if nodes is None or self._folder is None or path.parent != self._folder or nodes.count == 1:
-            return
+            return {}
         files = decode_manifest(self._manifest.encode(), path / MANIFEST).files
-        reports = open_reports("complete")
-        if nodes.is_first:
-            (path / MANIFEST).write_text(self._manifest)
-            there = found_in(self._folder)[path.name]
-            reports.tell("there", [name for name, one in files.items() if there.get(name) == one.size])
+        reports = open_reports("elsewhere")
         if nodes.rank == 0:
-            reports.tell("moves", moves({rank: reports.hear("there", rank) for rank in nodes.firsts}, list(files)))
-        wire = _wire()
-        for name, source, target in reports.hear("moves"):
-            if nodes.rank == source:
-                for chunk in _read(path / name):
-                    dist.send(chunk.to(wire), target)
-            elif nodes.rank == target:
-                for chunk in _written(path, name, files[name].size):
-                    dist.recv(taken := chunk.to(wire), source)
-                    chunk.copy_(taken)
-        reports.exchange("complete", None)  # other ranks of a node read what its first one has written
+            reports.tell("key", secrets.token_hex())
+        key = reports.hear("key")
+        if nodes.is_first:
+            write_whole(path / MANIFEST, self._manifest.encode())
+            self._served = FileServer(path, key)
+            there = found_in(self._folder)[path.name]
+            names = [name for name, one in files.items() if there.get(name) == one.size]
+            reports.tell("serves", [self._served.address, names])
+        served = {rank: reports.hear("serves", rank) for rank in nodes.firsts}
+        reports.exchange("heard", None)  # rank 0, which may serve the store, goes on after all others
+        own = nodes.rank - nodes.rank % nodes.per_node
+        found: dict[str, Reader] = {}
+        for name in sorted(set(files) - set(served[own][1])):
+            source = min(
+                (rank for rank in served if name in served[rank][1]), key=lambda rank: (rank - own) % len(served)
+            )
+            if source not in self._remote:
+                self._remote[source] = RemoteFiles(source, served[source][0], key, self._timeout)
+            found[name] = partial(self._remote[source].read, name)
+        return found
 
     # --- saving ---
 
@@ -339,6 +473,7 @@ class HostMemory:
         if self._nodes.count > 1:
             everybody = range(self._nodes.world_size)
             self._group = Groups(self._timeout).get(everybody, "checkpoints in memory", backend="gloo")
+        self._end_serving()  # all ranks have loaded what they need before they make a group
         self._trainer, self._callback = trainer, SaveInMemory(self._every, save)
         vars(trainer)["callbacks"].insert(0, self._callback)
 
@@ -359,7 +494,14 @@ class HostMemory:
             atexit.register(_end, self._folder, self._nodes)
             if self._group is not None:
                 dist.destroy_process_group(self._group)
+        self._end_serving()
         self._callback = self._trainer = self._folder = self._group = None
+
+    def _end_serving(self) -> None:
+        for one in (*self._remote.values(), *([self._served] if self._served is not None else [])):
+            one.close()
+        self._served = None
+        self._remote.clear()
 
 
 class SaveInMemory(pl.Callback):
@@ -401,21 +543,6 @@ def newest(nodes: Sequence[tuple[Mapping[str, Mapping[str, int]], Mapping[str, s
     return None
 
 
-def moves(there: Mapping[int, Sequence[str]], files: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Return which files go where: name, the rank that sends and the rank that takes.
-
-    Args:
-        there: files that nodes have, by their first ranks.
-        files: those that all should have.
-    """
-    found = []
-    for name in files:
-        holders = [rank for rank, names in there.items() if name in names]
-        lacking = [rank for rank in there if rank not in holders]
-        found += [(name, holders[number % len(holders)], target) for number, target in enumerate(lacking)]
-    return found
-
-
 def _keep_newest(folder: Path, count: int) -> None:
     for old in sorted(folder.iterdir())[:-count]:
         shutil.rmtree(old, ignore_errors=True)
@@ -446,12 +573,6 @@ def _end(folder: Path, nodes: Nodes) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             shutil.rmtree(ended, ignore_errors=True)
             folder.parent.rmdir()  # unless there are further fits
-
-
-def _wire() -> torch.device:
-    """Return where messages of the default group live."""
-    has_device = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return message_device(torch.device("cuda", torch.cuda.current_device()) if has_device else torch.device("cpu"))
 
 
 def _make_private(folder: Path) -> None:

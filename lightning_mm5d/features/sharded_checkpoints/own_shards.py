@@ -13,12 +13,13 @@ far writes them, and large pieces are divided among all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -207,6 +208,7 @@ class OwnShards:
         sources: which rank has the value of a buffer whose primary rank has not.
         stand_ins: what `own_state` has put in place of tensors, by name.
         averages: copies of `root` that callbacks average into, by name, cut as it is.
+        division: `pieces_of`, or what returns the same.
     """
 
     def __init__(
@@ -217,6 +219,7 @@ class OwnShards:
         sources: Mapping[str, int] | None = None,
         stand_ins: Mapping[str, Tensor] | None = None,
         averages: Mapping[str, nn.Module] | None = None,
+        division: Callable[[Plan, Mapping[str, Saved]], list[Piece]] = pieces_of,
     ) -> None:
         self._root, self._plan, self._rank = root, plan, rank
         sources, self._stand_ins = sources or {}, stand_ins or {}
@@ -239,7 +242,7 @@ class OwnShards:
         else:
             first_names = {id(tensor): name for name, tensor in reversed(self._tensors.items())}
             once = {name: saved[name] for name in saved if first_names[id(self._tensors[name])] == name}
-            for piece in pieces_of(plan, once):
+            for piece in division(plan, once):
                 self._pieces[piece.name].append(piece)
             for name, tensor in self._tensors.items():
                 first = first_names[id(tensor)]
@@ -363,9 +366,79 @@ def labels_of(optimizer: Optimizer, root: nn.Module) -> list[str]:
     return [label for label, _ in labelled(optimizer, root)]
 
 
-def copied(item: Item) -> Item:
-    """Return an item with a copy of its values in host memory."""
-    return replace(item, tensor=item.tensor.detach().to("cpu", copy=True))
+class HostCopies:
+    """Copies of pieces in host memory, which the next save of the same pieces fills again.
+
+    From a GPU they go to pinned memory, and the host does not wait before `ready`. They are copied in the order of what
+    the device computes, as a forward may write to them; but states of optimizers may go on a stream of their own, for
+    which the next step of an optimizer waits on the device.
+
+    Args:
+        beside: whether states are copied beside what the device computes.
+    """
+
+    def __init__(self, *, beside: bool = False) -> None:
+        self._beside = beside
+        self._kept: dict[tuple[str, Box], Tensor] = {}
+        self._stream: Any = None
+        self._events: Sequence[Any] = ()
+        self._hooks: dict[int, Any] = {}  # by optimizer
+
+    def take(self, items: Sequence[Item], states: Sequence[Item], optimizers: Iterable[Optimizer]) -> list[Item]:
+        """Return items whose values are copies, for `ready` to wait for.
+
+        Args:
+            items: of the module.
+            states: of `optimizers`.
+            optimizers: whose steps change the states.
+        """
+        kept, self._kept = self._kept, {}
+        on_device = [one.tensor for one in (*items, *states) if one.tensor.device.type == "cuda"]
+        if not on_device:
+            return [self._copied(item, kept) for item in (*items, *states)]
+        current = torch.cuda.current_stream(on_device[0].device)
+        found = [self._copied(item, kept) for item in items]
+        if not self._beside:
+            found += [self._copied(item, kept) for item in states]
+            self._events = [current.record_event()]
+            return found
+        self._stream = self._stream or torch.cuda.Stream(on_device[0].device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            found += [self._copied(item, kept) for item in states]
+            self._events = current.record_event(), self._stream.record_event()
+        for tensor in on_device:
+            tensor.record_stream(self._stream)  # its memory is not given away before it is copied
+        for optimizer in optimizers:
+            if id(optimizer) not in self._hooks:
+                self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._wait)
+        return found
+
+    def ready(self) -> None:
+        """Wait until all values are copied."""
+        for event in self._events:
+            event.synchronize()
+
+    def close(self) -> None:
+        """Take no more copies, and give their memory away."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self._kept.clear()
+
+    def _wait(self, *_: Any) -> None:
+        """Have the device copy states before an optimizer changes them."""
+        for event in self._events:
+            torch.cuda.current_stream().wait_event(event)
+
+    def _copied(self, item: Item, kept: dict[tuple[str, Box], Tensor]) -> Item:
+        tensor, key = item.tensor.detach(), (item.name, item.box)
+        is_cuda = tensor.device.type == "cuda"
+        host = kept.pop(key, None)
+        if host is None or (host.shape, host.dtype) != (tensor.shape, tensor.dtype):
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_cuda)
+        self._kept[key] = host.copy_(tensor, non_blocking=is_cuda)
+        return replace(item, tensor=host)
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from lightning_mm5d.checkpoint.full_file import load_opened
 from lightning_mm5d.checkpoint.module_state import Loaded, check_shape, load_local, settle, tensors_of
 from lightning_mm5d.checkpoint.optimizer_state import StoredStates
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory, StoredTensors
+from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory, Reader, StoredTensors
 from lightning_mm5d.features.sharded_checkpoints.sharded_save import (
     OBJECTS_FILE,
     OPTIMIZERS,
@@ -165,6 +165,7 @@ class ShardedCheckpoint:
     Args:
         path: of the directory.
         weights_only: whether to refuse objects that need pickle to run code.
+        elsewhere: what reads files that other hosts have, by name.
 
     Attributes:
         path: where it was found.
@@ -177,8 +178,10 @@ class ShardedCheckpoint:
         CheckpointUntrustedError: it has objects that would run code.
     """
 
-    def __init__(self, path: str | Path, *, weights_only: bool = True) -> None:
-        directory = CheckpointDirectory(path)
+    def __init__(
+        self, path: str | Path, *, weights_only: bool = True, elsewhere: Mapping[str, Reader] | None = None
+    ) -> None:
+        directory = CheckpointDirectory(path, elsewhere)
         self.path, self.fields = directory.path, directory.fields
         self.stored = StoredTensors(directory)
         try:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from lightning_mm5d.checkpoint.rank_reports import RankReports
 from lightning_mm5d.config.errors import ConfigError, repeated
 from lightning_mm5d.features.sharded_checkpoints.directory import DirectoryWriter, sharding_metadata
-from lightning_mm5d.features.sharded_checkpoints.own_shards import Item, OwnShards, copied
+from lightning_mm5d.features.sharded_checkpoints.own_shards import HostCopies, Item, OwnShards
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.storage.files import WrittenFile
 from lightning_mm5d.storage.json_state import EncodedState, encode_state
@@ -187,28 +187,29 @@ class Save:
     def _made_writer(self, path: str, save_id: str) -> DirectoryWriter:
         return DirectoryWriter(path, save_id)
 
-    def take(self, shards: OwnShards, *, copies: bool) -> None:
-        """Take this rank's pieces, as views, or as copies in host memory; phase 2.
+    def take(self, shards: OwnShards, copies: HostCopies | None) -> None:
+        """Take this rank's pieces, as copies, or as views where there is nothing to copy to; phase 2.
 
         An error is kept, and told in phase 3.
         """
         self._items: list[Item] = []
+        self._copies = copies
         self._rest: EncodedState | None = None
         self._failed: Exception | None = None
         try:
             items = [*shards.module_items(self._contents.module), *self._contents.items]
-            rest = {}
+            states, rest = list[Item](), {}
             for number in self._contents.optimizers:
                 found, others = shards.optimizer_items(self.optimizers[number], f"{OPTIMIZERS}/{number}")
-                items += found
+                states += found
                 rest[str(number)] = others
             self._rest = encode_state(rest)
             prefix = f"{OWN}optimizers/{self.reports.rank}"
-            items += [Item.whole(f"{prefix}/{name}", value.detach()) for name, value in self._rest.tensors.items()]
+            states += [Item.whole(f"{prefix}/{name}", value.detach()) for name, value in self._rest.tensors.items()]
             if self._rest.objects:
                 rule = "States of optimizers are tensors and plain values"
                 raise ConfigError(f"{OPTIMIZERS}.{next(iter(self._rest.objects))}", "an object", rule, "Use another")
-            self._items = list(map(copied, items)) if copies else items
+            self._items = items + states if copies is None else copies.take(items, states, self.optimizers)
         except Exception as error:
             self._failed = error
 
@@ -272,6 +273,8 @@ class Save:
     def _written(self) -> dict[str, WrittenFile]:
         files = {}
         assert self._rest is not None
+        if self._copies is not None:
+            self._copies.ready()
         values = {VALUES: self._rest.text.decode()} if self._contents.optimizers else {}
         for number, items in enumerate(_by_file(self._items)):
             suffix = f"-{number}" if number else ""

@@ -1,29 +1,35 @@
-"""Checkpoints in the memory of hosts: whose folders they are, which one counts, and which files go where."""
+"""Checkpoints in the memory of hosts: whose folders they are, which one counts, and what other nodes read."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from lightning_mm5d import ConfigError, MultimodalStrategy
+from lightning_mm5d import ConfigError, MultimodalStrategy, RankLostError
 from lightning_mm5d.checkpoint.rank_reports import RankReports
 from lightning_mm5d.features.sharded_checkpoints import in_memory
-from lightning_mm5d.features.sharded_checkpoints.directory import Manifest, encode_manifest
+from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory, Manifest, encode_manifest
 from lightning_mm5d.features.sharded_checkpoints.in_memory import (
+    FileServer,
     HostMemory,
     Nodes,
+    RemoteFiles,
     agent_folder,
-    moves,
     newest,
     remove_ended,
 )
-from lightning_mm5d.storage.files import WrittenFile
+from lightning_mm5d.storage.files import WrittenFile, write_whole
+from lightning_mm5d.storage.tensor_file import TensorFileWriter
 from ranks import run_ranks
 
 
@@ -47,10 +53,38 @@ def test_the_newest_checkpoint_counts_of_which_all_files_are_on_some_node() -> N
     assert newest([({"3": first | second}, {"3": text, "4": text[:-9]})]) == ("3", text)  # the writer was killed
 
 
-def test_each_node_gets_the_files_that_it_lacks_from_those_that_have_them() -> None:
-    assert moves({0: ["a", "b"], 4: ["a"], 8: []}, ["a", "b"]) == [("a", 0, 8), ("b", 0, 4), ("b", 0, 8)]
-    assert moves({0: ["a"], 4: ["a"], 8: [], 12: []}, ["a"]) == [("a", 0, 8), ("a", 4, 12)]
-    assert moves({0: ["a"]}, ["a"]) == []
+def test_a_rank_reads_of_another_nodes_files_what_it_asks_for_and_nothing_without_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, written = ("first", "second"), dict[str, WrittenFile]()
+    with TensorFileWriter(
+        tmp_path / "rank-00001.safetensors", dict.fromkeys(names, (torch.float64, (400, 50)))
+    ) as file:
+        for number, name in enumerate(names):
+            file.write(name, torch.full((400, 50), number + 1.0, dtype=torch.float64))
+    written["rank-00001.safetensors"] = file.written
+    written["state.json"] = write_whole(tmp_path / "state.json", b"{}")
+    (tmp_path / "manifest.json").write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as meeting_point:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(meeting_point.getsockname()[1]))
+        server = FileServer(tmp_path, "key")
+    remote, other = (RemoteFiles(0, server.address, key, timedelta(seconds=10)) for key in ("key", "another"))
+    elsewhere = {name: partial(remote.read, name) for name in written}
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "manifest.json").write_bytes(encode_manifest(Manifest(written, {})))
+    directory = CheckpointDirectory(here, elsewhere)
+    assert directory.read_bytes("state.json") == b"{}"
+    tensors = directory.tensor_file("rank-00001.safetensors")
+    assert torch.equal(tensors.read("second", [(10, 20), (0, 50)]), torch.full((10, 50), 2.0, dtype=torch.float64))
+    assert tensors.bytes_read < file.written.size / 2
+    with pytest.raises(RankLostError, match=r"rank 0 does not send state\.json of a checkpoint in memory"):
+        other.read("state.json", memoryview(bytearray(2)), 0)
+    with pytest.raises(RankLostError):
+        remote.read("manifest.json", memoryview(bytearray(6)), 0)
+    for one in (remote, other, server):
+        one.close()
 
 
 def test_first_ranks_of_nodes() -> None:
@@ -73,6 +107,31 @@ def test_folders_of_agents_that_have_ended_are_removed_and_no_others(
         (tmp_path / name).mkdir()
     remove_ended()
     assert {folder.name for folder in tmp_path.iterdir()} == {own.name, "mm5d-another"}
+
+
+def test_a_shell_between_the_agent_and_its_ranks_is_not_taken_for_the_agent() -> None:
+    code = f"from {in_memory.__name__} import agent_folder; print(agent_folder().name.split('-')[2])"
+    variables = {**os.environ, "TORCHELASTIC_RUN_ID": "7"}
+    shell = ["sh", "-c", f'{sys.executable} -c "{code}"; true']
+    found = subprocess.run(shell, env=variables, capture_output=True, text=True, check=True)
+    assert int(found.stdout) == os.getpid()
+
+
+def reports_of_one(topic: str) -> RankReports:
+    return RankReports(None, topic, rank=0, world_size=1, timeout=timedelta(seconds=10))
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_ranks_that_were_started_again_say_that_nothing_is_in_memory(
+    restarts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(in_memory, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+    warnings.simplefilter("always")
+    assert HostMemory(1).found(Nodes(0, 1, 1), reports_of_one) is None
+    told = [str(one.message) for one in recwarn if "No checkpoint in memory has all its files" in str(one.message)]
+    assert len(told) == restarts
 
 
 def test_ranks_that_nobody_starts_again_write_nothing_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from features.toys import LANGUAGE, PIPE, TWINS, VISION, Layout, Toy
 from layouts import build
 from lightning_mm5d import Modality
-from lightning_mm5d.features.sharded_checkpoints.own_shards import OwnShards, Saved, pieces_of
+from lightning_mm5d.features.sharded_checkpoints.own_shards import HostCopies, Item, OwnShards, Saved, pieces_of
 from lightning_mm5d.plan.plan import Plan
 
 DP = Layout({"vision": Modality(colocate_with="language", **VISION), "language": Modality(**LANGUAGE)}, 4, 4)
@@ -62,3 +62,24 @@ def test_replicas_write_equally_many_bytes() -> None:
         size += count
     assert size == sum(plan.sizes.values())
     assert max(loads) <= 1.1 * min(loads)
+
+
+def test_copies_of_the_same_pieces_stay_in_the_same_memory_and_others_get_their_own() -> None:
+    weight, state, copies = torch.arange(12.0).reshape(3, 4), torch.ones(3), HostCopies(beside=True)
+
+    def taken(*items: Item) -> list[torch.Tensor]:
+        return [one.tensor for one in copies.take(items, [Item.whole("state", state)], [])]
+
+    rows = Item("weight", weight[:, 1:3], ((0, 3), (1, 3)), (3, 4))
+    first = taken(rows)
+    assert first[0].tolist() == [[1.0, 2.0], [5.0, 6.0], [9.0, 10.0]]
+    assert first[0].data_ptr() != weight.data_ptr()
+    weight += 1
+    state *= 5
+    assert first[1].tolist() == [1.0] * 3
+    second = taken(rows)
+    assert [one.data_ptr() for one in second] == [one.data_ptr() for one in first]
+    assert [one.tolist() for one in second] == [[[2.0, 3.0], [6.0, 7.0], [10.0, 11.0]], [5.0] * 3]
+    twice = taken(Item.whole("weight", weight), rows, rows)
+    assert [one.shape for one in twice] == [(3, 4), (3, 2), (3, 2), (3,)]
+    assert len({one.data_ptr() for one in twice}) == 4
