@@ -174,20 +174,19 @@ def agreed(find: Callable[[], Any]) -> Any:
         ConfigError: of `find`, on all ranks.
         RankLostError: on the other ranks, where it fails by another error.
     """
-    environment, failed = TorchElasticEnvironment(), None
+    environment = TorchElasticEnvironment()
     rank, store = environment.global_rank(), round_store(environment, _SEARCHES)
     reports = RankReports(store, "elastic layout", rank=rank, world_size=environment.world_size(), timeout=_SEARCHES)
+    value: Any = None
+    said: Any = None
+    failed: Exception | None = None
     if rank == 0:
-        value: Any = None
-        said: Any = None
         try:
             value = find()
+        except ConfigError as error:
+            failed, said = error, [error.field, str(error.got), error.rule, error.fix]
         except Exception as error:
-            failed = error
-            is_ours = isinstance(error, ConfigError)
-            said = (
-                [error.field, str(error.got), error.rule, error.fix] if is_ours else f"{type(error).__name__}: {error}"
-            )
+            failed, said = error, f"{type(error).__name__}: {error}"
         reports.tell("found", [value, said])
     value, said = reports.hear("found")
     reports.part("found")
