@@ -427,7 +427,10 @@ class HostMemory:
         if name is None:
             return None
         (self._folder / name).mkdir(exist_ok=True)  # on a new node, which gets the manifest later
-        rank_zero_info("The fit goes on from a checkpoint in the memory of the hosts")
+        rank_zero_info(
+            "The fit goes on from a checkpoint in the memory of the hosts. Means and metrics over its epoch count the "
+            "batches from there on"
+        )
         return self._folder / name
 
     def elsewhere(self, path: Path, open_reports: Callable[[str], RankReports]) -> dict[str, Reader]:
@@ -446,7 +449,7 @@ class HostMemory:
             reports.tell("key", secrets.token_hex())
         key = reports.hear("key")
         if nodes.is_first:
-            write_whole(path / MANIFEST, self._manifest.encode())
+            (path / MANIFEST).write_text(self._manifest)  # in place of one whose writer was killed
             self._served = FileServer(path, key)
             there = found_in(self._folder)[path.name]
             names = [name for name, one in files.items() if there.get(name) == one.size]
@@ -498,10 +501,12 @@ class HostMemory:
         self._callback = self._trainer = self._folder = self._group = None
 
     def _end_serving(self) -> None:
-        for one in (*self._remote.values(), *([self._served] if self._served is not None else [])):
+        for one in self._remote.values():
             one.close()
-        self._served = None
         self._remote.clear()
+        if self._served is not None:
+            self._served.close()
+            self._served = None
 
 
 class SaveInMemory(pl.Callback):

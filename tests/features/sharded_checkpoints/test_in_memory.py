@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import subprocess
@@ -163,3 +164,45 @@ def exchanged(rank: int, folder: Path) -> None:
 
 def test_each_rank_has_a_copy_of_the_files_of_the_one_before(tmp_path: Path) -> None:
     run_ranks(3, exchanged, tmp_path)
+
+
+def begun_again(rank: int, folder: Path) -> tuple[str, list[str], bytes]:
+    """A rank on each of two nodes, of which the second has lost its memory."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    os.environ["TORCHELASTIC_RUN_ID"] = "7"
+    in_memory.SHARED_MEMORY = folder / str(rank)
+    in_memory._FITS = itertools.count(1)
+    agent = agent_folder()
+    assert agent is not None
+    names = ["rank-00000.safetensors", "rank-00001.safetensors"]
+    saved = agent / "fit-1" / "000000003"
+    saved.parent.mkdir(parents=True)
+    if rank == 0:
+        saved.mkdir()
+        for name in names:
+            (saved / name).write_text(name[5:10])
+        (saved / "manifest.json").write_text(manifest(*names))
+    store = dist.FileStore(str(folder / "store"), 2)
+
+    def reports(topic: str) -> RankReports:
+        return RankReports(store, topic, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+
+    memory = HostMemory(1)
+    found = memory.found(Nodes(rank, 2, 1), reports)
+    assert found is not None
+    readers, read = memory.elsewhere(found, reports), bytearray(3)
+    for reader in list(readers.values())[1:]:
+        reader(memoryview(read), 2)
+    there = sorted(file.name for file in found.iterdir())
+    dist.barrier()
+    memory.close(failed=True)
+    dist.destroy_process_group()
+    return found.name, there, bytes(read)
+
+
+def test_a_node_without_memory_reads_from_the_other_one_and_takes_no_files(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    first, second = run_ranks(2, begun_again, tmp_path)
+    assert first == ("000000003", ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"], bytes(3))
+    assert second == ("000000003", ["manifest.json"], b"001")
