@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from lightning_mm5d.strategy import MultimodalStrategy
     from lightning_mm5d.tensor_parallel.family_plans import TensorParallelPlan
     from lightning_mm5d.tensor_parallel.plan_lookup import register_tensor_parallel_plan
-    from lightning_mm5d.tools.cli.elastic import ElasticStrategy
+    from lightning_mm5d.tools.cli.elastic_layouts import ElasticStrategy
 
 __all__ = [
     "BatchingOptions",
@@ -118,7 +118,7 @@ _HOMES = {
     "ComputeOptions": "config.groups",
     "ConfigError": "config",
     "ContextOptions": "config.groups",
-    "ElasticStrategy": "tools.cli.elastic",
+    "ElasticStrategy": "tools.cli.elastic_layouts",
     "ExpertParallelPlan": "expert_parallel",
     "LaunchOptions": "config.groups",
     "LazyTensor": "data.lazy",

@@ -100,7 +100,7 @@ def _train(arguments: Sequence[str]) -> None:
     if not is_elastic(arguments):
         train(arguments)
         return
-    from lightning_mm5d.tools.cli.elastic import with_layout
+    from lightning_mm5d.tools.cli.elastic_layouts import with_layout
 
     with TemporaryDirectory() as folder:
         train(with_layout(arguments, Path(folder) / "layout.yaml"))

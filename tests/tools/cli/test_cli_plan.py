@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.tools.cli.configuration import prepare
-from lightning_mm5d.tools.cli.elastic import elastic_layout, with_layout
+from lightning_mm5d.tools.cli.elastic_layouts import elastic_layout, with_layout
 from lightning_mm5d.tools.cli.estimates import tracer
 from lightning_mm5d.tools.cli.job import Job, is_elastic, load, settle
 from lightning_mm5d.tools.cli.main import main
