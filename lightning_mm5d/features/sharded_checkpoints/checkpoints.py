@@ -236,9 +236,11 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
 
     def _save_in_memory(self, trainer: pl.Trainer) -> None:
         usual, self.in_shards, self._is_for_memory = self.in_shards, self, True
+        meet = put(trainer.strategy, "barrier", lambda *_: None)  # ranks hear of each other's files later
         try:
             trainer.save_checkpoint("memory", weights_only=False)  # not the weights alone, but the states too
         finally:
+            meet()
             self.in_shards, self._is_for_memory = usual, False
 
     @override
