@@ -43,7 +43,7 @@ from lightning_mm5d.tools.cli.job import STRATEGY, Job, durations, load
 from lightning_mm5d.tools.cli.terminal import check_writable, show, write
 from lightning_mm5d.tools.planner.activation_trace import Trace
 from lightning_mm5d.tools.planner.layout_costs import Cluster, LayoutCosts
-from lightning_mm5d.tools.planner.profile import measure
+from lightning_mm5d.tools.planner.profile import Measured, measure
 from lightning_mm5d.tools.planner.rank_memory import span_of
 from lightning_mm5d.tools.planner.search import (
     Candidate,
@@ -153,11 +153,11 @@ def _check_sources(arguments: Namespace) -> None:
 
 def _scales(
     job: Job, arguments: Namespace, run: MeasuredRun | None, costs: LayoutCosts
-) -> Mapping[str, Sequence[float]]:
+) -> Mapping[str, Sequence[Measured]]:
     """Measured over estimated time of each unit, of the modalities of which it is measured or given."""
     if run is not None:
         return measured_scales(run, job.plan, costs)
-    told: dict[str, Sequence[float]] = {}
+    told: dict[str, Sequence[Measured]] = {}
     if arguments.measure:
         assert job.module is not None
         if torch.cuda.is_available():
@@ -165,8 +165,8 @@ def _scales(
         parts = find(job.module, job.strategy.modalities)
         told |= measure(job.module, first_microbatch(job), parts, costs.rows)
     else:
-        told |= {name: [total] for name, total in durations(arguments.cost, job.modalities).items()}
-    return costs.scales_of(told)
+        told |= {name: [Measured(total)] for name, total in durations(arguments.cost, job.modalities).items()}
+    return costs.scales_of(told, loss_modality_of(job.modalities))
 
 
 def search_of(
@@ -174,7 +174,7 @@ def search_of(
     cluster: Cluster,
     batch: int | None,
     traced: Callable[[Plan], Trace],
-    scaled: Callable[[LayoutCosts], Mapping[str, Sequence[float]]] = lambda _: {},
+    scaled: Callable[[LayoutCosts], Mapping[str, Sequence[Measured]]] = lambda _: {},
     *,
     replicas: int | None = None,
 ) -> tuple[LayoutSearch, int]:
@@ -372,7 +372,7 @@ def _other_file(path: Path) -> ConfigError:
     return ConfigError(_OPTION, str(path), rule, "Train with timeline: run.json (under trainer.strategy), and name it")
 
 
-def measured_scales(run: MeasuredRun, plan: Plan | None, costs: LayoutCosts) -> dict[str, list[float]]:
+def measured_scales(run: MeasuredRun, plan: Plan | None, costs: LayoutCosts) -> dict[str, list[Measured]]:
     """Return for each unit of all modalities its measured time over that of the roofline.
 
     Args:
@@ -395,20 +395,21 @@ def measured_scales(run: MeasuredRun, plan: Plan | None, costs: LayoutCosts) -> 
         rule = f"It has the stages {', '.join(sorted(run.stages))}, and the configuration {', '.join(stages)}"
         raise ConfigError(_OPTION, str(run.path), rule, "Give the configuration of that run")
     alone, doubled = (_seconds(plan, costs, scale) for scale in (1.0, 2.0))
-    scales = {name: [1.0] * len(row) for name, row in costs.rows.items()}
+    scales = {name: [Measured(1.0, 1.0)] * len(row) for name, row in costs.rows.items()}
     for name, cuts in plan.partition.stages.items():
         for cut in cuts:
             stage = plan.topology.stage_of[cut.name]
             layers, span = doubled[stage] - alone[stage], span_of(cut, cuts)
             measured = run.stages[stage]
             took = max(measured - (alone[stage] - layers), _LEAST * measured)
-            scales[name][span] = [took / layers if layers > 0 else 1.0] * len(scales[name][span])
+            scale = took / layers if layers > 0 else 1.0
+            scales[name][span] = [Measured(scale, scale)] * len(scales[name][span])
     return scales
 
 
 def _seconds(plan: Plan, costs: LayoutCosts, scale: float) -> dict[Any, float]:
     """Seconds of a microbatch's forward and backward in each stage, with layers of `scale` times the roofline's."""
-    scales = {name: [scale] * len(row) for name, row in costs.rows.items()}
+    scales = {name: [Measured(scale, scale)] * len(row) for name, row in costs.rows.items()}
     trainable = costs.step.trainable
     graphs = replace(costs, scales=scales, known={}).timed(plan, costs.samples).graphs
     trains = graphs.trains(trainable)

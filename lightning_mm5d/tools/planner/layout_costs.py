@@ -7,7 +7,8 @@ layout is traced. Time is a roofline by operation: products by flops, all else b
 A forward has the sums of tensor parallel ranks, the gather of keys and values over context parallel ranks (for each
 `cp_mode` but ``items``) and the exchanges of experts; so has its backward. Messages between stages take their time in
 the simulated step. Gradients are summed while the last backward runs, and rows of parameters are gathered before the
-step or after it, as the engine does. The update itself, and the embedding's and the head's sums, take no time.
+step or after it, as the engine does. The update takes as long as the bytes that its operations read and write. The
+embedding's and the head's sums take no time.
 
 A message of n bytes takes ``alpha + n * beta`` seconds: alpha is the latency of a link, beta one over its bandwidth.
 There are two classes of links, inside a node and between nodes; a group that spans nodes goes at the pace of the
@@ -24,12 +25,13 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.partition.costs import Unit, costed
+from lightning_mm5d.partition.costs import Unit, costed, step_costs
 from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule, simulate
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.tools.planner.activation_trace import Storages, Trace, UnitUse, Work
+from lightning_mm5d.tools.planner.profile import Measured
 from lightning_mm5d.tools.planner.rank_memory import Step, span_of
 
 
@@ -139,7 +141,7 @@ class LayoutCosts:
     samples: int
     rows: Mapping[str, Sequence[Unit]]
     step: Step
-    scales: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    scales: Mapping[str, Sequence[Measured]] = field(default_factory=dict)
     known: dict[Any, list[Unit]] = field(default_factory=dict)
 
     def trace(self, modalities: Mapping[str, Modality], samples: int) -> Trace:
@@ -162,22 +164,31 @@ class LayoutCosts:
         key = name, tp, cp, ep, modality.context.cp_mode, samples
         if key not in self.known:
             factor = samples / self.samples / cp
-            scales = self.scales.get(name, [1.0] * len(self.rows[name]))
+            scales = self.scales.get(name, [Measured(1.0, 1.0)] * len(self.rows[name]))
             pairs = zip(self.rows[name], scales, self._pairs(name), strict=True)
             self.known[key] = [self._unit(unit, *pair, modality, factor, scale) for unit, scale, pair in pairs]
         return self.known[key]
 
-    def scales_of(self, told: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-        """Return `scales` for seconds of each unit's forward, or of all together, on one rank; `self` has none."""
-        scales = {}
+    def scales_of(self, told: Mapping[str, Sequence[Measured]], loss_modality: str) -> dict[str, list[Measured]]:
+        """Return `scales` for seconds of each unit, or of all together, on one rank; `self` has none.
+
+        A backward that was not measured, or that the roofline does not have, gets the scale of its forward.
+        """
+        scales, trainable = {}, self.step.trainable
+        encoders = [one for name, row in self.rows.items() if name != loss_modality for one in row]
+        passes_on = any(not trainable.isdisjoint(one.costs) for one in encoders)
         for name, seconds in told.items():
-            forwards = [unit.forward for unit in self.units(name, Modality(), self.samples)]
-            scales[name] = [seconds[0] / sum(forwards)] * len(forwards)
-            if len(seconds) == len(forwards):
-                scales[name] = [each / one for each, one in zip(seconds, forwards, strict=True)]
+            units = self.units(name, Modality(), self.samples)
+            backwards = step_costs(units, trainable, passes_on and name == loss_modality)
+            guessed = [Measured(unit.forward, both - unit.forward) for unit, both in zip(units, backwards, strict=True)]
+            if len(seconds) == len(guessed):
+                scales[name] = list(map(_scale, seconds, guessed))
+            else:
+                forward, backward = (sum(part) for part in zip(*guessed, strict=True))
+                scales[name] = [_scale(seconds[0], Measured(forward, backward))] * len(guessed)
         return scales
 
-    def _unit(self, unit: Unit, one: UnitUse, two: UnitUse, modality: Modality, factor: float, scale: float) -> Unit:
+    def _unit(self, unit: Unit, one: UnitUse, two: UnitUse, modality: Modality, factor: float, scale: Measured) -> Unit:
         tp, cp, ep = modality.tp_size, modality.cp_size, modality.ep_size
         named = [each.name for each in fields(Work)]
         work = Work(*(_on_ranks(getattr(one.work, n), getattr(two.work, n), tp) * factor for n in named))
@@ -186,12 +197,17 @@ class LayoutCosts:
         results = [p.made for p in two.products if p.kind == "row"]
         keys = 0.0 if modality.context.cp_mode == "items" else block.all_gather(cp, work.keys * cp)
         routed = 2 * beyond.all_to_all(ep, work.routed)
-        forward = self.cluster.seconds(work.flops + work.attention, work.moved) * scale + keys + routed
+        forward = self.cluster.seconds(work.flops + work.attention, work.moved) * scale.forward + keys + routed
         forward = max(forward + sum(within.all_reduce(tp, size * factor) for size in results), _LEAST)
-        backward = self.cluster.seconds(work.flops + _ATTENTION_BACKWARD * work.attention, 2 * work.moved) * scale
-        backward += 2 * keys + routed + sum(within.all_reduce(tp, size * factor) for size in sums.values())
+        backward = self.cluster.seconds(work.flops + _ATTENTION_BACKWARD * work.attention, 2 * work.moved)
+        backward = (
+            backward * scale.backward
+            + 2 * keys
+            + routed
+            + sum(within.all_reduce(tp, size * factor) for size in sums.values())
+        )
         trained = {name: cost for name, cost in unit.costs.items() if name in self.step.trainable}
-        weight = self.cluster.seconds(work.trained, 0) * scale / (sum(trained.values()) or 1)
+        weight = self.cluster.seconds(work.trained, 0) * scale.backward / (sum(trained.values()) or 1)
         costs = {name: cost * weight for name, cost in trained.items()}
         return replace(unit, forward=forward, costs=costs, backward=max(backward, _LEAST) / forward)
 
@@ -239,31 +255,35 @@ class LayoutCosts:
         return StepTime(seconds, 1 - busy / seconds)
 
     def _exchanged(self, plan: Plan, shards: DataShards, rank: int) -> tuple[float, float, float]:
-        """Seconds in which a rank sums gradients, in which it gathers rows, and of its last bucket's sum."""
+        """Seconds in which a rank sums gradients, in which it updates and gathers, and of its last bucket's sum."""
+        updated = 0.0
         sums: dict[tuple[int, ...], float] = {}
         scattered: dict[tuple[int, ...], float] = {}
         gathered: dict[tuple[int, ...], float] = {}
         names = {name for key in plan.topology.stages_of(rank) for name in plan.ownership.parameters[key]}
         for name in names - plan.tied:
             parameter, shard = self.step.parameters[name], shards.of(name, rank)
-            count = math.prod(shards.local_shape(name, rank))
-            size, own = count * plan.held_dtype(parameter).itemsize, count
+            dtype, shape = plan.held_dtype(parameter), shards.local_shape(name, rank)
+            count = math.prod(shape)
+            size, own_shape = count * dtype.itemsize, shape
             ranks = plan.ownership.ranks_by_shard(name)[0]
             if shard is not None:
-                own = math.prod(shard.own_shape(shards.local_shape(name, rank)))
+                own_shape = shard.own_shape(shape)
                 ranks = shard.across
                 if not shard.of_experts:
                     scattered[shard.block] = scattered.get(shard.block, 0.0) + size * (name in self.step.trained)
                     gathered[shard.block] = gathered.get(shard.block, 0.0) + count * parameter.element_size()
-                size = own * plan.held_dtype(parameter).itemsize
+                size = math.prod(own_shape) * dtype.itemsize
             if name in self.step.trained:
                 sums[ranks] = sums.get(ranks, 0.0) + size
+                states = None if self.step.states is None else self.step.states.of(name, own_shape, dtype)
+                updated += 0.0 if states is None else states.moved / self.cluster.memory_bandwidth
         link, bucket = self.cluster.link, self.step.bucket_bytes
         times = [(size, link(group).all_reduce(len(group), bucket)) for group, size in sums.items()]
         times += [(size, link(group).reduce_scatter(len(group), bucket)) for group, size in scattered.items()]
         smallest = max((min(size / bucket, 1) * each for size, each in times), default=0.0)
         rows = sum(size / bucket * link(group).all_gather(len(group), bucket) for group, size in gathered.items())
-        return sum(size / bucket * each for size, each in times), rows, smallest
+        return sum(size / bucket * each for size, each in times), updated + rows, smallest
 
     def _transfers(self, plan: Plan, samples: int) -> Callable[[StageKey, StageKey], float]:
         """Seconds of a message between two stages: ranks of the sender share it, those of the receiver gather it."""
@@ -288,6 +308,12 @@ class LayoutCosts:
 def _on_ranks(one: float, two: float, ranks: int) -> float:
     """What one of `ranks` tensor parallel ranks has, given what one rank and one of two have."""
     return one - 2 * (one - two) * (1 - 1 / ranks)
+
+
+def _scale(seconds: Measured, guessed: Measured) -> Measured:
+    """Measured over guessed time."""
+    forward = seconds.forward / guessed.forward
+    return Measured(forward, seconds.backward / guessed.backward if seconds.backward and guessed.backward else forward)
 
 
 def _storages(one: Storages, two: Storages, size: Callable[[float, float], int]) -> Storages:

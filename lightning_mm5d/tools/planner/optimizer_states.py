@@ -8,7 +8,7 @@ Adam, factored moments, states that are made when it is constructed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -47,11 +47,13 @@ class StateBytes(NamedTuple):
         kept: of its states.
         working: that a step needs for a moment.
         together: whether a step works on all parameters at once, so that this memory adds up.
+        moved: that the operations of a step read and write.
     """
 
     kept: int
     working: int
     together: bool
+    moved: int = 0
 
 
 class OptimizerStates:
@@ -109,18 +111,24 @@ class OptimizerStates:
     ) -> StateBytes | None:
         try:
             with kept_random_state():
-                kept, working = self._step(optimizer, group, shape, dtype, 1)
-                _, several = self._step(optimizer, group, shape, dtype, 4)
+                kept, working, moved = self._step(optimizer, group, shape, dtype, 1)
+                _, several, _ = self._step(optimizer, group, shape, dtype, 4)
                 together = several > 2.5 * working  # up to twice as much is left over from the parameter before
-                return StateBytes(kept, working, together)
+                return StateBytes(kept, working, together, moved)
         except Exception:  # whatever a class of somebody else's does with tensors that have no values
             return None
 
     def _step(
         self, optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype, count: int
-    ) -> tuple[int, int]:
-        """Bytes of states and, at most, of other tensors in a step on `count` parameters."""
-        hollow = HollowTensors()
+    ) -> tuple[int, int, int]:
+        """Bytes of states, at most of other tensors in a step on `count` parameters, and that it reads and writes."""
+        moved = 0
+
+        def watch(func: Any, given: Sequence[Tensor], made: Sequence[Tensor], _: Any) -> None:
+            nonlocal moved
+            moved += 0 if func.is_view else sum(tensor.nbytes for tensor in (*given, *made))
+
+        hollow = HollowTensors(watch)
         parameters = [nn.Parameter(hollow.of(torch.empty(shape, dtype=dtype, device="meta"))) for _ in range(count)]
         with hollow:
             probe = self._remade(optimizer, group, parameters)
@@ -131,10 +139,10 @@ class OptimizerStates:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
             for _ in range(2):
-                hollow.peak = 0
+                hollow.peak = moved = 0
                 probe.step()
         kept = hollow.size_of(one for one in tree_leaves(list(probe.state.values())) if isinstance(one, Tensor))
-        return kept, max(hollow.peak - 2 * sum(parameter.nbytes for parameter in parameters) - kept, 0)
+        return kept, max(hollow.peak - 2 * sum(parameter.nbytes for parameter in parameters) - kept, 0), moved
 
 
 def _optimizers(returned: Any) -> Iterator[Optimizer]:

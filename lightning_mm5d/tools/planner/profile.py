@@ -1,13 +1,15 @@
-"""Measures the forward of each layer in a few runs of the user's own step.
+"""Measures the forward and the backward of each layer in a few runs of the user's own step.
 
 Estimates compare layers of one modality. Only a run shows how many tokens of each modality pass and how fast a machine
 computes which shapes. The full module runs in one process, so a model that is too large for one is planned from the
 measurements of a smaller model, or from estimates.
 
-Only forwards are measured; the cost of a backward follows from them and from what is trainable, as for estimates. A
-step in which a modality does not run is refused.
+The backward of a layer begins when the gradient of what it returned is there, and ends when that of what it took is:
+autograd runs the nodes of a later layer before those of an earlier one. Where a layer takes nothing that needs a
+gradient, its backward ends with the next that begins, or with that of the step. A step in which a modality does not run
+is refused.
 
-Puts a function in front of the boundaries of encoders and the layers of all modalities.
+Puts a function in front of the boundaries of encoders and the layers of all modalities, and hooks on tensors.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.partition.costs import Unit
@@ -69,18 +72,30 @@ def step_arguments(module: LightningModule, batch: Any) -> tuple[Any, ...]:
 _WARMUP, _RUNS = 1, 5
 
 
+class Measured(NamedTuple):
+    """Seconds of one unit, or of all units of a modality together.
+
+    Attributes:
+        forward: of its forward.
+        backward: of its backward; 0 where only forwards are known, or it has none.
+    """
+
+    forward: float
+    backward: float = 0.0
+
+
 def medians(runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """Return for each modality the seconds of each unit's forward, the median of the runs."""
+    """Return for each modality the seconds of each unit, the median of the runs."""
     return {name: list(map(median, zip(*(run[name] for run in runs), strict=True))) for name in runs[0]}
 
 
 def measure(
     module: LightningModule, batch: Any, found: Found, rows: Mapping[str, Sequence[Unit]]
-) -> dict[str, list[float]]:
-    """Run the step of the module a few times; return the seconds of the forward of each unit, by modality.
+) -> dict[str, list[Measured]]:
+    """Run the step of the module a few times; return the seconds of each unit, by modality.
 
     The units before and after the layers of a modality are measured together, and get shares of that time by their
-    estimates.
+    estimates. Gradients are computed and dropped.
 
     Args:
         module: the full module, on the device that is to be measured.
@@ -94,14 +109,29 @@ def measure(
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     clock = _Clock(device)
     arguments = step_arguments(module, batch)
-    runs: list[dict[Any, float]] = []
+    forwards, backwards = list[dict[str, list[float]]](), list[dict[str, list[float]]]()
+    grads = {parameter: parameter.grad for parameter in module.parameters()}
     with watched(module, found.encoders, found.parts, clock.time), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `self.log` warns without a trainer
         for _ in range(_WARMUP + _RUNS):
             clock.spent = {}
-            clock.time("step", module.training_step, *arguments)
-            runs.append(clock.spent)
-    return medians([{name: _row(name, row, found, run) for name, row in rows.items()} for run in runs[_WARMUP:]])
+            result = clock.time("step", module.training_step, *arguments)
+            forwards.append({name: _row(name, row, found, clock.spent) for name, row in rows.items()})
+            module.zero_grad()
+            backward = clock.backward(_loss_of(result))
+            backwards.append(
+                {name: _shared(row, *_backward_of(name, row, found, backward)) for name, row in rows.items()}
+            )
+    for parameter, grad in grads.items():
+        parameter.grad = grad
+    both = medians(forwards[_WARMUP:]), medians(backwards[_WARMUP:])
+    return {name: list(map(Measured, both[0][name], both[1][name])) for name in rows}
+
+
+def _loss_of(result: Any) -> Tensor | None:
+    """The loss in what a step returned, where it has one to go back from; a manual step has gone back itself."""
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    return loss if isinstance(loss, Tensor) and loss.requires_grad else None
 
 
 def _row(name: str, row: Sequence[Unit], found: Found, spent: Mapping[Any, float]) -> list[float]:
@@ -113,31 +143,75 @@ def _row(name: str, row: Sequence[Unit], found: Found, spent: Mapping[Any, float
     if not total:
         rule = "It does not run in the first microbatch, so its time cannot be measured"
         raise ConfigError(f"modalities.{name}", name, rule, "Use data in which every sample has all modalities")
-    around = max(total - sum(layers), 0.0)
+    return _shared(row, max(total - sum(layers), 0.0), layers)
+
+
+def _backward_of(
+    name: str, row: Sequence[Unit], found: Found, spent: Mapping[Any, float]
+) -> tuple[float, Sequence[float]]:
+    """The seconds of one modality's backward around its layers, and of each of them; keys of `spent` as of `_row`."""
+    layers = [spent.get((name, index), 0.0) for index in range(len(row) - 2)]
+    return spent.get(name, 0.0) + (spent.get("step", 0.0) if name == found.loss_modality else 0.0), layers
+
+
+def _shared(row: Sequence[Unit], around: float, layers: Sequence[float]) -> list[float]:
+    """The seconds of all units, where those before and after the layers took `around` together."""
     before, after = row[0].forward, row[-1].forward
     share = before / (before + after) if before + after else 1.0
     return [around * share, *layers, around * (1 - share)]
 
 
 class _Clock:
-    """Adds up the seconds of calls by key."""
+    """Adds up the seconds of calls by key, and then those of the backwards of what they returned."""
 
     def __init__(self, device: torch.device) -> None:
         self.spent: dict[Any, float] = {}
         self._device = device
-        self._running: set[Any] = set()
+        self._running: list[Any] = []
+        self._watched: dict[int, Tensor] = {}
+        self._backward: dict[Any, float] = {}
+        self._going_back: Any = None
+        self._since = 0.0
 
     def time(self, key: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `function` and count its time; a nested call with the same key counts once."""
         if key in self._running:
             return function(*args, **kwargs)
-        self._running.add(key)
+        around = self._running[-1] if self._running else None
+        self._ends(around, (args, kwargs))
+        self._running.append(key)
         start = self._now()
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
         finally:
             self.spent[key] = self.spent.get(key, 0.0) + self._now() - start
-            self._running.discard(key)
+            self._running.pop()
+        self._ends(key, result)
+        return result
+
+    def backward(self, loss: Tensor | None) -> dict[Any, float]:
+        """Go back from a loss; return the seconds of the backwards by the keys of the calls."""
+        self._backward, self._going_back, self._since = {}, "step", self._now()
+        if loss is not None:
+            loss.backward()
+        self._turns(None)
+        self._watched.clear()
+        return self._backward
+
+    def _ends(self, key: Any, tree: Any) -> None:
+        """Have the backward of `key` begin with the gradients of what is in `tree`, but for what another call made."""
+        for tensor in tree_leaves(tree):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None and id(tensor) not in self._watched:
+                self._watched[id(tensor)] = tensor
+                tensor.register_hook(partial(self._turned, key))
+
+    def _turned(self, key: Any, _: Tensor) -> None:
+        self._turns(key)
+
+    def _turns(self, key: Any) -> None:
+        now = self._now()
+        self._backward[self._going_back] = self._backward.get(self._going_back, 0.0) + now - self._since
+        self._going_back, self._since = key, now
 
     def _now(self) -> float:
         if self._device.type == "cuda":

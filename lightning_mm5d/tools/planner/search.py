@@ -130,7 +130,7 @@ class LayoutSearch:
                 continue
             unshared = {name: with_fields(one, zero_stage=None) for name, one in candidate.modalities.items()}
             if (key := words(candidate._replace(modalities=unshared))) in fits:
-                continue  # it fits with less shared, which is not slower
+                continue  # it fits with less shared, of which the update alone is slower
             try:
                 judged = self.judged(candidate, slowest)
             except ConfigError:  # no run would accept it

@@ -13,6 +13,7 @@ from lightning_mm5d.tools.cli.cluster_plan import search_of
 from lightning_mm5d.tools.cli.estimates import tracer
 from lightning_mm5d.tools.cli.job import Job, settle
 from lightning_mm5d.tools.planner.layout_costs import Cluster
+from lightning_mm5d.tools.planner.profile import Measured
 from lightning_mm5d.tools.planner.search import LayoutSearch
 from parity.harness import strategy
 from zoo import CASES
@@ -58,4 +59,5 @@ def searching(
     settle(made, ranks, 1)
     job = Job(made, case.build(), modalities, OneBatch(name, samples))
     found = Cluster(nodes=1, ranks=ranks, memory=memory, **cluster)
-    return search_of(job, found, None, tracer(job), lambda made: made.scales_of(costs or {}))[0]
+    told = {key: list(map(Measured, seconds)) for key, seconds in (costs or {}).items()}
+    return search_of(job, found, None, tracer(job), lambda made: made.scales_of(told, case.modalities[-1]))[0]

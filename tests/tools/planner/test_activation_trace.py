@@ -78,3 +78,10 @@ def test_states_are_those_that_the_optimizer_keeps(name: str) -> None:
     found = OptimizerStates(Linear(make), remade).of("layer.weight", (200, 100), torch.float32)
     assert found is not None
     assert found.kept == size
+
+
+@pytest.mark.parametrize(("name", "moved"), [("SGD", 3), ("SGD with momentum", 2 + 3 + 3)])
+def test_an_update_moves_what_its_operations_read_and_write(name: str, moved: int) -> None:
+    found = OptimizerStates(Linear(OPTIMIZERS[name][0]), remade).of("layer.weight", (200, 100), torch.float32)
+    assert found is not None
+    assert found.moved == moved * WEIGHT

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.partition.costs import Unit, step_costs
 from lightning_mm5d.tools.planner.activation_trace import Trace
 from lightning_mm5d.tools.planner.layout_costs import Cluster, Link
+from lightning_mm5d.tools.planner.profile import Measured
 from lightning_mm5d.tools.planner.search import LayoutSearch
 from tools.planner.searches import searching
 from zoo import CASES
@@ -93,3 +95,18 @@ def test_a_step_of_replicas_waits_for_their_sums_but_not_for_what_a_backward_hid
     assert step(Link(1e-6, 1e6), 1e12) > 2 * step(free, 1e12)
     slow = step(free, 1e3)
     assert step(Link(1e-6, 1e6), 1e3) == pytest.approx(slow, rel=0.01)
+
+
+def test_measured_backwards_scale_backwards_and_forwards_alone_scale_both(one: LayoutSearch) -> None:
+    plain = one.costs.units("language", Modality(), 2)
+
+    def scaled(*seconds: Measured) -> list[Unit]:
+        scales = one.costs.scales_of({"language": seconds}, "language")
+        return replace(one.costs, scales=scales, known={}).units("language", Modality(), 2)
+
+    forward = sum(unit.forward for unit in plain)
+    backward = sum(step_costs(plain, one.costs.step.trainable, False)) - forward
+    for seconds, slower in ((Measured(2 * forward, 3 * backward), 3.0), (Measured(2 * forward), 2.0)):
+        found = scaled(seconds)
+        assert sum(unit.forward for unit in found) == pytest.approx(2 * forward)
+        assert sum(step_costs(found, one.costs.step.trainable, False)) == pytest.approx(2 * forward + slower * backward)

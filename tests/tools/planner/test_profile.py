@@ -62,11 +62,49 @@ def rows_of(module: nn.Module, modalities: dict[str, Modality]) -> tuple[Any, An
 def test_each_unit_gets_the_time_that_it_takes() -> None:
     module = Sleepers()
     found, rows = rows_of(module, MODALITIES)
-    seconds = measure(module, torch.ones(1, 2), found, rows)
+    seconds = {
+        name: [one.forward for one in row] for name, row in measure(module, torch.ones(1, 2), found, rows).items()
+    }
     # sleeping takes at least as long as it was told to
     for name, expected in (("vision", [0, 0.01, 0.03, 0.02]), ("language", [0, 0.02, 0.04, 0.02])):
         assert all(got >= told for got, told in zip(seconds[name], expected, strict=True)), seconds
         assert seconds[name][0] == 0.0  # nothing with parameters runs before the layers
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient[0], None
+
+
+class BackwardSleeper(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.weight = seconds, nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Sleep.apply(x * self.weight, self.seconds)
+
+
+def test_each_unit_gets_the_time_of_its_backward_also_where_nothing_before_it_is_trained() -> None:
+    module = Sleepers()
+    module.vision.layers = nn.ModuleList([nn.Sequential(BackwardSleeper(one)) for one in (0.01, 0.03)])
+    module.language.layers = nn.ModuleList([nn.Sequential(BackwardSleeper(one)) for one in (0.02, 0.04)])
+    module.vision.layers.requires_grad_(False)
+    found, rows = rows_of(module, MODALITIES)
+    kept = module.language.head.weight.grad = torch.ones(2, 2)
+    seconds = measure(module, torch.ones(1, 2), found, rows)
+    backwards = {name: [one.backward for one in row] for name, row in seconds.items()}
+    assert module.language.head.weight.grad is kept
+    assert backwards["vision"][1:3] == [0.0, 0.0]
+    assert 0.02 <= backwards["language"][1] < 0.04 <= backwards["language"][2]
+    assert backwards["language"][3] < 0.02
 
 
 def test_nothing_stays_in_front_of_the_modules_callables() -> None:
@@ -90,7 +128,9 @@ def test_boundaries_of_a_hugging_face_model_are_found() -> None:
     found, rows = rows_of(module, {"vision": Modality(), "language": Modality()})
     seconds = measure(module, case.batch(2, seed=0), found, rows)
     assert {name: len(row) for name, row in seconds.items()} == {name: len(row) for name, row in rows.items()}
-    assert all(second > 0 for row in seconds.values() for second in row[1:-1])
+    assert all(one.forward > 0 for row in seconds.values() for one in row[1:-1])
+    assert all(one.backward > 0 for one in seconds["language"][1:])
+    assert seconds["vision"][-2].backward == 0.0  # features are those of the layer before the last
 
 
 def test_the_median_of_the_runs_counts() -> None:

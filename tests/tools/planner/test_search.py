@@ -61,7 +61,9 @@ def test_what_is_found_fits_into_memory_and_takes_longer() -> None:
     fastest = free.best()[0]
     limited = searching("llama", 2, memory=fastest.memory.peak - 1, **SLOW).best()
     assert all(one.memory.peak < fastest.memory.peak for one in limited)
-    assert limited[0].time.seconds >= fastest.time.seconds * (1 - 1e-12)  # an equal time by other sums
+    assert (
+        limited[0].time.seconds >= fastest.time.seconds * 0.99
+    )  # ranks that share states are tried where they must, and share the update
 
 
 @pytest.mark.filterwarnings("ignore")
