@@ -68,6 +68,7 @@ SHARED_MEMORY = Path("/dev/shm")
 _RUN, _RESTARTS = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"  # variables that an agent sets
 KEPT = 2  # the newest one may not have come to all nodes
 _CHUNK_BYTES = 64 * 2**20  # sent at once
+_LINE_BYTES = 2**12  # of what a rank asks for
 _LAST_S = 10.0  # how long the last process of a node waits for the ends of the others
 _TOLD_S = 0.5  # until torchrun, which looks every 0.1 s, has told of one that was killed
 _FITS = itertools.count(1)  # of this process; a script that starts again comes to the same ones in the same order
@@ -316,7 +317,7 @@ class _Served(socketserver.StreamRequestHandler):
 
     @override
     def handle(self) -> None:
-        for line in self.rfile:
+        while line := self.rfile.readline(_LINE_BYTES):
             key, name, start, stop = json.loads(line)
             if not secrets.compare_digest(str(key), self.server.key) or not is_file_name(name):
                 return
