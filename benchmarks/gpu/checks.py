@@ -59,7 +59,7 @@ CHECKS = (
         name="nccl.parity",
         title="NCCL ranks that share one GPU equal one process",
         function="shared_nccl:parity",
-        limit_s=420,
+        limit_s=540,
     ),
     Check(
         name="nccl.memory",

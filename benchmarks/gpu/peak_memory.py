@@ -6,7 +6,6 @@ Ranks share one GPU over gloo, whose own buffers are in host memory.
 
 from __future__ import annotations
 
-import inspect
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.rows import LackingError, Row
+from benchmarks.gpu.rows import Row
 from benchmarks.gpu.shared_gpu import run_ranks
 from benchmarks.gpu.towers import TIMEOUT, fit
 from lightning_mm5d import Modality, MultimodalStrategy
@@ -124,9 +123,7 @@ def casts(machine: Machine) -> Iterator[Row]:
     grown = (mixed[1] - mixed[0]) / 6
     yield Row(name="bf16-mixed: growth with a microbatch", value=grown, unit="bytes a parameter", at_most=0.25)
     yield Row(name="bf16-true", value=_bytes(machine, "bf16-true", 8), unit="bytes a parameter", at_most=8.5)
-    if "main_params" not in inspect.signature(MultimodalStrategy).parameters:
-        raise LackingError("this version has no main_params")
-    value = _bytes(machine, "bf16-true", 8, main_params="float32")
+    value = _bytes(machine, "bf16-true", 8, numerics={"main_params": "float32"})
     yield Row(name="bf16-true with main_params", value=value, unit="bytes a parameter", at_most=18.5)
 
 

@@ -154,7 +154,7 @@ def parity(machine: Machine) -> Iterator[Row]:
 
 def compared(title: str, world: int, run: Compared, trains: Callable[..., Any] = train) -> Row:
     """Run a layout, by `trains` on each rank; return the row of it."""
-    return _without_difference(
+    return without_difference(
         title, lambda: check_all(world, run, limit=LIMIT_S, one_process=_one_process, trains=trains)
     )
 
@@ -181,10 +181,11 @@ def compared_parameters(title: str, world: int, run: Compared, trains: Callable[
         (found,) = call_ranks(world, trains, [run], world, limit=LIMIT_S)[0]
         torch.testing.assert_close(found[2], parameters, **tolerance(run.exact))
 
-    return _without_difference(title, check)
+    return without_difference(title, check)
 
 
-def _without_difference(title: str, check: Callable[[], None]) -> Row:
+def without_difference(title: str, check: Callable[[], None]) -> Row:
+    """Return the row of a comparison that raises where something differs."""
     try:
         check()
     except (AssertionError, RuntimeError) as error:

@@ -24,10 +24,12 @@ from benchmarks.gpu.towers import SMALL, TIMEOUT, Towers, batches, fit
 from lightning_mm5d import Modality, MultimodalStrategy
 
 import nccl_order  # isort: skip  # of the tests, which `shared_gpu` makes known
-from ranks import POOL, run_ranks  # isort: skip
+from features.shared_experts import composed_training  # isort: skip
+from ranks import POOL, call_ranks, run_ranks  # isort: skip
 from tensor_parallel.layouts import Compared, State, train  # isort: skip
 
 LLAMA = "llama_tied"
+BESIDE = {"pipeline": {"interleaved_microbatches": 2}}
 LAYOUTS: list[tuple[int, str, Compared]] = [
     (2, "pp 2, 1f1b", Compared(name=LLAMA, fields={"language": {"pp_size": 2}})),
     (2, "pp 2, zbv", Compared(name=LLAMA, fields={"language": {"pp_size": 2}}, options={"schedule": "zbv"})),
@@ -42,6 +44,7 @@ LAYOUTS: list[tuple[int, str, Compared]] = [
             "vision tp 2 | language pp 3 tp 2",
         )
     ),
+    (2, "tp 2, two microbatches side by side", Compared(name=LLAMA, fields={"language": {"tp_size": 2, **BESIDE}})),
     (3, "pp 3", Compared(name=LLAMA, fields={"language": {"pp_size": 3}})),
 ]
 """Ranks, what the report says, and the run."""
@@ -59,11 +62,42 @@ def parity(machine: Machine) -> Iterator[Row]:
         given = replace(
             run, accelerator=machine.shared, options={**run.options, "process_group_backend": backend(machine)}
         )
-        if run.fields["language"].get("zero_stage"):
+        if "sharding" in run.fields["language"]:
             yield shared_gpu.compared_parameters(title, world, given, over_nccl)
         else:
             yield shared_gpu.compared(title, world, given, over_nccl)
+    for name, composition in EXPERTS.items():
+        yield _of_experts(
+            f"2 NCCL ranks on one GPU, qwen3_moe: {name}: differences of parameters", composition, machine
+        )
     POOL.close()
+
+
+EXPERTS = {
+    "dp 2, ep 2": composed_training.Composition(microbatches=2),
+    "dp 2, ep 2, zero 3": composed_training.Composition(
+        fields={"ep_size": 2, "sharding": {"zero_stage": 3}}, microbatches=2
+    ),
+}
+
+
+def _of_experts(title: str, composition: composed_training.Composition, machine: Machine) -> Row:
+    given = replace(
+        composition, trainer={"accelerator": machine.shared}, options={"process_group_backend": backend(machine)}
+    )
+
+    def check() -> None:
+        (expected,) = call_ranks(1, experts_over_nccl, given.alone, limit=shared_gpu.LIMIT_S)
+        found, _ = call_ranks(2, experts_over_nccl, given, limit=shared_gpu.LIMIT_S)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)  # its norms and routers compute in float32
+
+    return shared_gpu.without_difference(title, check)
+
+
+def experts_over_nccl(rank: int, composition: composed_training.Composition) -> dict[str, torch.Tensor] | None:
+    """What `composed_training.trained` returns on a rank on a host that NCCL takes for its own."""
+    be_alone(rank)
+    return composed_training.trained(rank, composition)
 
 
 def backend(machine: Machine) -> str:

@@ -326,6 +326,7 @@ class RunGroups:
         hosts: the same, for what is in host memory; none where all groups carry that.
         loss: one rank of each replica, where steps end: of those that share a last stage, those of this rank's
             place among them.
+        loss_host: the same ranks, with messages in host memory.
         host: the world, with messages in host memory; None for one rank.
         gradients: by their ranks, those whose gradients are summed.
         across: by their ranks, those that sum rows of several blocks, for nothing else.
@@ -342,6 +343,7 @@ class RunGroups:
     replicas: dict[int, dist.ProcessGroup | None] = field(default_factory=dict)
     hosts: dict[int, dist.ProcessGroup | None] = field(default_factory=dict)
     loss: dist.ProcessGroup | None = None
+    loss_host: dist.ProcessGroup | None = None
     host: dist.ProcessGroup | None = None
     gradients: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     across: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
@@ -395,6 +397,7 @@ def _run_groups(groups: Groups | Wishes, plan: Plan, rank: int, *, is_ordered: b
     }
     ends = [sorted(ranks) for ranks in zip(*topology.instances(topology.last_stage), strict=True)]
     loss = [groups.get(ranks, "loss") for ranks in ends if len(ranks) > 1]
+    loss_hosts = [groups.get(ranks, "host of loss", backend="gloo") for ranks in ends if len(ranks) > 1 and is_ordered]
     shards = DataShards(plan)
     summed = {ranks: groups.get(ranks, "gradients") for ranks in (*sum_groups(plan), *shards.groups())}
     between = {ranks: groups.get(ranks, "across") for ranks in shards.across()}
@@ -413,6 +416,7 @@ def _run_groups(groups: Groups | Wishes, plan: Plan, rank: int, *, is_ordered: b
         replicas=replicas,
         hosts=hosts,
         loss=next(filter(None, loss), None),
+        loss_host=next(filter(None, (*loss_hosts, *loss)), None),
         host=host,
         gradients=summed,
         across=between,

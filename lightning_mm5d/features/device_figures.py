@@ -95,8 +95,8 @@ class _Figures(Attached, AroundSteps, AroundStep):
         dist.all_gather(gathered, own)
         self._figures = {
             f"mm5d/rank{rank}/{stage}/{name}": value
-            for rank, (stage, values) in enumerate(zip(self._stages, gathered, strict=True))
-            for name, value in zip(_NAMES, values.tolist(), strict=True)
+            for rank, (stage, values) in enumerate(zip(self._stages, torch.stack(gathered).tolist(), strict=True))
+            for name, value in zip(_NAMES, values, strict=True)
             if value or name not in LoadFigures._fields  # ranks without experts have none
         }
 

@@ -98,7 +98,7 @@ class Gradients:
         shared: SharedParameters,
         bucket_bytes: int,
     ) -> None:
-        self.parameters = tuple(parameters.values())
+        self.parameters, self._device = tuple(parameters.values()), placed.device
         self.shared = shared
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._counted = {id(parameters[name]): rows for name, rows in counted.items()}
@@ -233,14 +233,13 @@ class Gradients:
         """
         held = [p for p in parameters if self._gradient(p) is not None]
         grads = [grad for p in held if id(p) in self._counted for grad in self._counted_rows(p)]
-        device = self.parameters[0].device if self.parameters else torch.device("cpu")
         norms = torch._foreach_norm(grads, norm_type) if grads else []
         # the dtype of the clipped parameters, also those that another rank counts: all ranks must scale them equally
         if dtype is None:
             dtype = torch.float64 if any(p.dtype == torch.float64 for p in held) else torch.float32
         # one dtype on all ranks, whatever they hold
-        local = torch.stack([norm.to(device, torch.float64) for norm in norms]) if norms else None
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        local = torch.stack([norm.to(self._device, torch.float64) for norm in norms]) if norms else None
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
         if norm_type == float("inf"):
             total = local.max() if local is not None else total
             dist.all_reduce(total, dist.ReduceOp.MAX, group)

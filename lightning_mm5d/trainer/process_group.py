@@ -46,7 +46,7 @@ from lightning_mm5d.data.random_state import packed_state, seed_of
 from lightning_mm5d.engine.agreement import pauses, ranks_of
 from lightning_mm5d.engine.run_groups import Groups, Wish
 from lightning_mm5d.layout import Layout
-from lightning_mm5d.sharded.collectives import message_device
+from lightning_mm5d.sharded.collectives import backend_of, message_device, waits_on_device, warn_on_first_rank
 
 
 def check_environment(environment: Mapping[str, str], *, num_processes: int, num_nodes: int) -> None:
@@ -232,9 +232,19 @@ def connect(
         backend: of torch.distributed; None chooses ``nccl`` on CUDA and ``gloo`` elsewhere.
         timeout: of every operation between ranks.
         device: where this rank computes.
+
+    Raises:
+        ConfigError: there is one, of an earlier run or of the user's own, which does not carry tensors of `device`.
     """
     _keep_garbage_in_forks()
     if dist.is_initialized():
+        if backend_of(device) is None:
+            has = dist.get_backend_config()
+            rule = f"This process has a process group already, for {has}, which carries no tensors of {device.type}"
+            fix = "Call torch.distributed.destroy_process_group() before, or begin with 'cpu:gloo,cuda:nccl'"
+            raise ConfigError("launch.process_group_backend", backend, rule, fix)
+        if backend is None and device.type == "cuda" and not waits_on_device(device):
+            warn_on_first_rank("This process has a group of gloo already, which takes messages through host memory")
         return
     rank = environment.global_rank()
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")

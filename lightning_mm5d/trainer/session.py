@@ -219,6 +219,7 @@ class Session:
             rank=rank,
             device=device,
             loss_group=loss_group,
+            loss_host=groups.loss_host if is_last else None,
             batch_parts=self._batch_parts,
             seed=self._options.seed if plan.draws_by_microbatch(replicas) else None,
         )

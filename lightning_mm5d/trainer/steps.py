@@ -135,6 +135,7 @@ class Steps:
         rank: global rank.
         device: where results are.
         loss_group: the ranks where steps end; None where there is one.
+        loss_host: the same, with messages in host memory.
         batch_parts: splits batches, and weighs their parts.
         seed: for random state, the same on all ranks and in all stages; None leaves it alone.
 
@@ -160,12 +161,13 @@ class Steps:
         rank: int,
         device: torch.device,
         loss_group: dist.ProcessGroup | None,
+        loss_host: dist.ProcessGroup | None,
         batch_parts: BatchParts,
         seed: int | None,
     ) -> None:
         self._module, self._plan, self._engine, self._gradients = module, plan, engine, gradients
         self._replicas, self._metrics, self._rank, self._device = replicas, metrics, rank, device
-        self._loss_group, self.batch_parts, self._seed = loss_group, batch_parts, seed
+        self._loss_group, self._loss_host, self.batch_parts, self._seed = loss_group, loss_host, batch_parts, seed
         self.unscheduled: Unscheduled | None = None
         self.first: FirstWatch | None = None
         self.compares = True
@@ -385,9 +387,9 @@ class Steps:
         if self.batch_parts.counts_samples and not tokens and not deals:
             return Weights(own, sum(own) * self._plan.layout.num_replicas)
         samples = sum(part.samples for part in parts[self._own])
-        totals = torch.tensor([sum(own), samples], dtype=torch.float64, device=self._device)
-        if self._loss_group is not None:
-            dist.all_reduce(totals, group=self._loss_group)
+        totals = torch.tensor([sum(own), samples], dtype=torch.float64)  # the host waits for no device that computes
+        if self._loss_host is not None:
+            dist.all_reduce(totals, group=self._loss_host)
         total, everywhere = totals.tolist()
         return Weights(own, total, everywhere if deals else None)
 

@@ -17,7 +17,7 @@ from ranks import run_ranks
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu import checks, nccl_groups, report, shared_gpu, supervisor  # noqa: E402
+from benchmarks.gpu import checks, nccl_groups, report, shared_gpu, shared_nccl, supervisor  # noqa: E402
 from benchmarks.gpu.checks import CHECKS, Check  # noqa: E402
 from benchmarks.gpu.machine import Machine  # noqa: E402
 from benchmarks.gpu.rows import Row  # noqa: E402
@@ -67,7 +67,7 @@ def test_checks_run_dry(each: Check, tmp_path: Path) -> None:
     if each.name == "flex.tests":  # pytest itself, in another process: what it would start is collected elsewhere
         assert checks.load(each.function)
         return
-    assert run_ranks(1, serve, each, path)[0] in (0, supervisor.SKIPPED)
+    assert run_ranks(1, serve, each, path)[0] == 0, "dry, the machine lacks nothing"
     rows = [Row(**json.loads(line)) for line in path.read_text().splitlines()]
     assert rows
     assert [row for row in rows if row.status == "failed"] == []
@@ -87,6 +87,22 @@ def test_ranks_that_share_a_gpu_never_use_the_backend_of_gpus(monkeypatch: pytes
     assert {run.options["process_group_backend"] for run in ran} == {"gloo"}
     on_gpu = shared_gpu.on_shared_gpu(shared_gpu.SHARED, MACHINE)
     assert on_gpu.options["process_group_backend"] == "gloo"
+
+
+def test_replicas_that_share_gradients_are_compared_by_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: dict[str, list[str]] = {"compared": [], "compared_parameters": [], "without_difference": []}
+    for name, titles in ran.items():
+
+        def note(title: str, *_: Any, titles: list[str] = titles) -> Row:
+            titles.append(title)
+            return Row(name=title, value=0)
+
+        monkeypatch.setattr(shared_gpu, name, note)
+    for _ in shared_nccl.parity(MACHINE):
+        pass
+    assert ["zero" in title for title in ran["compared"]] == [False]
+    assert ["zero" in title for title in ran["compared_parameters"]] == [True]
+    assert all("ep 2" in title for title in ran["without_difference"])
 
 
 def test_replicas_are_proved_on_two_gpus_and_on_four() -> None:

@@ -14,7 +14,9 @@ A process cannot leave. Ranks are forked for a call (`ranks.run_ranks`), and cal
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,17 +37,25 @@ def enter() -> None:
     """Let this process have GPUs, as many as the environment variable ``CUDA_VISIBLE_DEVICES`` names, by default 8."""
     if hasattr(torch._C, "_cuda_getDeviceCount"):
         return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        device = cpp_extension.load(
-            "pretended_cuda_device", [str(Path(__file__).with_name("device.cpp"))], extra_cflags=["-O0"]
-        )
+    device = built()
     _put_in_place(device)
     _put_nccl_in_place(device)
     try:
         torch.ones(1, requires_grad=True, device="cuda").backward()
     except RuntimeError:  # autograd has no thread of the device where the forking process has differentiated
         torch.autograd.set_multithreading_enabled(False)
+
+
+def built() -> Any:
+    """Return the extension, built by one process at a time; one that is killed meanwhile leaves no lock behind."""
+    name, folder = "pretended_cuda_device", Path(tempfile.gettempdir()) / f"pretended_cuda-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with (folder / "turn").open("w") as turn, warnings.catch_warnings():
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)  # torch's own, of a process that is gone: the turn is ours
+        warnings.simplefilter("ignore")
+        source = str(Path(__file__).with_name("device.cpp"))
+        return cpp_extension.load(name, [source], extra_cflags=["-O0"], build_directory=str(folder))
 
 
 def _count() -> int:

@@ -225,9 +225,11 @@ void ended_before(Device device) { finish(streams.at(device.index()), newest_cop
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   at::NoGradGuard no_grad;
+  Device device = self.is_cuda() ? self.device() : source.device();
+  // a stream reads memory of the host after all copies to it that the stream has waited for
+  if (self.is_cuda() && !source.is_cuda() && is_pinned(source)) ended_before(device);
   on_host(self).copy_(on_host(source));
   if (self.is_cuda() && source.is_cuda()) return self;
-  Device device = self.is_cuda() ? self.device() : source.device();
   const Tensor& host = self.is_cuda() ? source : self;
   if (!non_blocking || !is_pinned(host) || !host.is_contiguous()) {
     ended_before(device);

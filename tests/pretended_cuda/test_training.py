@@ -6,11 +6,13 @@ ranks 0-1, or 0-2 where an encoder stands before two stages; each has a device o
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import DeviceStatsMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -18,12 +20,15 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import pretended_cuda
+from features.shared_experts import composed_training
+from features.shared_experts.composed_training import Composition
 from features.toys import CLASSES, PAIR, PIPE, SHARED, Layout, Run, Toy, alone, figures
-from lightning_mm5d import Modality
+from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.features.sharded_checkpoints.own_shards import HostCopies, Item
+from lightning_mm5d.trainer.steps import Steps
 from parity.harness import fit, strategy
 from ranks import run_ranks
-from zoo import CASES
+from zoo import CASES, apply_freeze
 
 pytestmark = pytest.mark.exhaustive
 STEPS = 2
@@ -82,6 +87,74 @@ def test_losses_and_gradients_equal_one_process(name: str) -> None:
             assert found
             for parameter, gradient in found.items():
                 torch.testing.assert_close(gradient, expected[parameter], rtol=1e-5, atol=1e-7)
+
+
+EXPERTS = {
+    "ep 2": Composition(microbatches=2),
+    "ep 2, zero 3, recomputed": Composition(
+        fields={"ep_size": 2, "sharding": {"zero_stage": 3}, "memory": {"activation_checkpointing": "full"}},
+        microbatches=2,
+    ),
+    "ep 2, adapters": Composition(module={"adapters": composed_training.TENSORS}),
+    "ep 2 of cp 2": Composition(replicas=1, fields={"ep_size": 2, "cp_size": 2}),
+}
+
+
+def trained_experts(rank: int, composition: Composition) -> Any:
+    pretended_cuda.enter()
+    return composed_training.trained(rank, replace(composition, trainer={"accelerator": "gpu"}))
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_that_ranks_share_equal_one_process(name: str) -> None:
+    (expected,) = run_ranks(1, composed_training.trained, EXPERTS[name].alone)
+    found, _ = run_ranks(2, trained_experts, EXPERTS[name])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+def clipped(rank: int) -> Any:
+    pretended_cuda.enter()
+    return _clipped({"vision": Modality(memory={"offload": ["parameters"]}), "language": Modality()}, "gpu")
+
+
+def _clipped(modalities: dict[str, Modality] | None, accelerator: str = "cpu") -> Any:
+    case = CASES["llava"]
+    module, batches = case.build(), [case.batch(4, seed=step) for step in range(STEPS)]
+    apply_freeze(module, case, "encoder")
+    chosen = "auto" if modalities is None else strategy(modalities, **SPLIT)
+    return fit(module, batches, chosen, len(modalities or [0]), accelerator, gradient_clip_val=0.05).losses
+
+
+@pytest.mark.usefixtures("float64")
+def test_gradients_are_clipped_where_a_rank_has_none_on_its_device() -> None:
+    """vision: rank 0, frozen, in host memory between its uses; language: rank 1."""
+    expected = _clipped(None)
+    for losses in run_ranks(2, clipped):
+        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-7)
+
+
+def weighed(rank: int) -> list[str]:
+    """Where the numbers are that ranks add up to weigh their microbatches by label tokens."""
+    pretended_cuda.enter()
+    found, reduce, weights = list[str](), dist.all_reduce, Steps._weights
+
+    def noted(x: torch.Tensor, *args: Any, **options: Any) -> Any:
+        found.append(x.device.type)
+        return reduce(x, *args, **options)
+
+    def watched(self: Steps, *args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", noted)
+            return weights(self, *args)
+
+    Steps._weights = watched  # type: ignore[method-assign]
+    case, options = CASES["llama"], {"num_microbatches": 2, "loss_weight": "tokens"}
+    fit(case.build(), [case.batch(4)] * STEPS, strategy({"language": Modality(dp_size=2)}, **options), 2, "gpu")
+    return found
+
+
+def test_no_step_waits_for_a_device_to_know_what_its_microbatches_weigh() -> None:
+    assert run_ranks(2, weighed) == [["cpu"] * STEPS] * 2
 
 
 class Ordinary(Toy):
@@ -197,3 +270,19 @@ def copied_beside(rank: int) -> list[bool]:
 
 def test_states_are_copied_to_pinned_memory_beside_what_the_device_computes_and_before_the_next_step() -> None:
     assert run_ranks(1, copied_beside) == [[False, True, True] * 2]
+
+
+def on_cpus_afterwards(rank: int) -> str:
+    """What is said of a run on CPUs in a process that has run on GPUs."""
+    pretended_cuda.enter()
+    case = CASES["llama"]
+    fit(case.build(), [case.batch(4)], strategy({"language": Modality(tp_size=2)}), 2, "gpu")
+    with pytest.raises(ConfigError) as error:
+        fit(case.build(), [case.batch(4)], strategy({"language": Modality(tp_size=2)}), 2, "cpu")
+    return str(error.value)
+
+
+def test_a_run_on_cpus_after_one_on_gpus_in_one_process_is_told_why_it_cannot_begin() -> None:
+    for said in run_ranks(2, on_cpus_afterwards):
+        assert "carries no tensors of cpu" in said
+        assert "destroy_process_group" in said

@@ -6,12 +6,17 @@ import gc
 import os
 import subprocess
 import sys
+import warnings
 from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_mm5d.trainer.process_group import free_port, rendezvous_store
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.trainer.process_group import connect, free_port, rendezvous_store
+from ranks import run_ranks
 
 TIMEOUT = timedelta(seconds=10)
 
@@ -33,6 +38,24 @@ def test_a_rank_that_is_in_the_next_run_already_keeps_its_store(monkeypatch: pyt
     gc.collect()
     assert early.get("rank 1") == b"is there"
     assert rendezvous_store(environment(0), TIMEOUT).get("rank 1") == b"is there"
+
+
+def connected(rank: int, backend: str, chosen: str | None) -> str:
+    """What is said of a run on a GPU in a process that has a group of `backend` already."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            connect(environment(0), dist.HashStore(), chosen, TIMEOUT, torch.device("cuda", 0))
+        except ConfigError as error:
+            return str(error)
+    return "".join(str(one.message) for one in caught)
+
+
+def test_a_group_of_an_earlier_run_that_does_not_fit_the_device_is_told_of() -> None:
+    assert "which carries no tensors of cuda" in run_ranks(1, connected, "cpu:gloo", None)[0]
+    assert "through host memory" in run_ranks(1, connected, "gloo", None)[0]
+    assert run_ranks(1, connected, "gloo", "gloo") == [""]
 
 
 COLLECTS_EARLY = """

@@ -105,14 +105,29 @@ class InLockStep(Feature):
 
     def attach(self, running: Running) -> Attached | None:
         """Run such steps from now on, where ranks hold parts of the module or optimize manually."""
-        if running.plan.topology.edges or not (running.is_plain or running.module.automatic_optimization):
+        plan = running.plan
+        if plan.topology.edges or not (running.is_plain or running.module.automatic_optimization):
             lock_step = running.steps.unscheduled = LockStep(running)
             running.optimization.around.append(lock_step)
             return lock_step
-        return None
+        gathers = any(modality.sharding.reshard_after_forward for modality in plan.modalities.values())
+        return _Uncompiled(running.module) if running.runtime.groups or running.experts or gathers else None
 
 
-class LockStep(Attached, AroundUpdates):
+class _Uncompiled(Attached):
+    """Has models of transformers generate as they are: on a GPU they are compiled, and ranks meet in their calls.
+
+    Args:
+        root: the LightningModule.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        for module in root.modules():
+            if hasattr(module, "get_compiled_call"):
+                self.put_attribute(module, "get_compiled_call", partial(_as_it_is, module))
+
+
+class LockStep(_Uncompiled, AroundUpdates):
     """Runs steps of one rank in lock step with the other ranks of its replicas.
 
     Args:
@@ -120,6 +135,7 @@ class LockStep(Attached, AroundUpdates):
     """
 
     def __init__(self, running: Running) -> None:
+        super().__init__(running.runtime.root)
         plan, rank = running.plan, running.rank
         self._module, self._plan, self._runtime = running.module, plan, running.runtime
         self._optimizes = not running.module.automatic_optimization
@@ -135,8 +151,6 @@ class LockStep(Attached, AroundUpdates):
         for path, module in self._runtime.root.named_modules():
             if callable(getattr(type(module), "generate", None)):
                 self._patch_generate(path, module)
-            if hasattr(module, "get_compiled_call"):  # transformers compiles so on a GPU, and ranks meet in the call
-                self.put_attribute(module, "get_compiled_call", partial(_as_it_is, module))
 
     def walks(self, name: str) -> bool:
         """Whether the evaluation `name` is known to pass several times through the model."""

@@ -11,7 +11,7 @@ It refuses adapters where each expert is divided as well, and where parameters a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -208,7 +208,7 @@ class HeldExperts:
             if self.plan is None:
                 results = self._of_calls(rows, lengths)
             else:
-                results = self._of_rows(rows, lengths.experts(rows.device)) if len(rows) else None
+                results = self._of_rows(rows, lengths) if len(rows) else None
         return results if results is None else self._shaped(results, rows)
 
     def all(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -223,11 +223,12 @@ class HeldExperts:
         weighted = results * weights.reshape(-1, 1)
         return torch.zeros_like(hidden).index_add(0, tokens, weighted.to(hidden.dtype))
 
-    def _of_rows(self, rows: Tensor, index: Tensor) -> Tensor:
+    def _of_rows(self, rows: Tensor, lengths: Lengths) -> Tensor:
         """Compute rows of one expert each with the experts that this rank holds."""
         assert self.plan is not None
+        index = lengths.experts(rows.device)
         if self._members:
-            return self._computed(self.own_module, rows, index)
+            return self._computed(self.own_module, rows, index, [*map(sum, zip(*lengths.counts, strict=True))])
         holder: Any = self._module
         start, stop = self.ranges[self.groups.tokens.index]
         adapted, before = self._adapters.adapted(holder), getattr(holder, self.plan.number)
@@ -240,12 +241,12 @@ class HeldExperts:
             for name in adapted:
                 del vars(holder)[name]
 
-    def _computed(self, holder: nn.Module, rows: Tensor, index: Tensor) -> Tensor:
+    def _computed(self, holder: nn.Module, rows: Tensor, index: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         assert self.plan is not None
         if self.plan.compute is not None:
             return self.plan.compute(holder, rows, index)
         if self._members:
-            return _each(holder.children(), rows, index)
+            return each_expert([*holder.children()], rows, index, counts)
         return self._inner.get(holder, holder.forward)(rows, index.unsqueeze(1), rows.new_ones(len(rows), 1))
 
     def _of_calls(self, rows: Tensor, lengths: Lengths) -> Tensor | None:
@@ -286,10 +287,21 @@ class HeldExperts:
         self.tokens = [sum(rows) for rows in zip(self.tokens, *ranks, strict=False)]
 
 
-def _each(members: Iterable[nn.Module], rows: Tensor, index: Tensor) -> Tensor:
-    result = torch.zeros_like(rows)
-    for number, member in enumerate(members):
-        chosen = torch.where(index == number)[0]
+def each_expert(
+    members: Sequence[nn.Module], rows: Tensor, index: Tensor, counts: Sequence[int] | None = None
+) -> Tensor:
+    """Return what modules make of rows ``[P, H]``, each of its own ones, called where it has any.
+
+    Args:
+        members: the modules.
+        rows: of one module each.
+        index: the number of each row's module ``[P]``; a row of the number after the last is of none, and gets zeros.
+        counts: rows of each module, where the host knows them; asking would wait for the device, once.
+    """
+    if counts is None:
+        counts = index.new_zeros(len(members) + 1).scatter_add_(0, index, torch.ones_like(index)).tolist()[:-1]
+    result, order = torch.zeros_like(rows), torch.argsort(index, stable=True)[: sum(counts)]
+    for member, chosen in zip(members, order.split([*counts]), strict=True):
         if len(chosen):
             result = result.index_copy(0, chosen, member(rows[chosen]).to(rows.dtype))
     return result

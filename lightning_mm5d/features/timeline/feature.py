@@ -121,9 +121,9 @@ def _gathered(recorder: Recorder, plan: Plan, ran: Schedule, count: int, rank: i
     """The spans of all leads. All ranks know the actions, so only times are gathered; the first rank's time counts."""
     times = recorder.times()
     own = {other: plan.topology.actions_of(other, ran, count) for other in range(plan.layout.size)}
-    table = torch.zeros(max(map(len, own.values())), 2, dtype=torch.float64, device=wire)
-    for index, action in enumerate(own[rank]):
-        table[index] = torch.tensor(times[action], dtype=torch.float64)
+    rows = [times[action] for action in own[rank]]
+    rows += [(0.0, 0.0)] * (max(map(len, own.values())) - len(rows))
+    table = torch.tensor(rows, dtype=torch.float64, device=wire)
     tables = [torch.empty_like(table) for _ in own]
     dist.all_gather(tables, table)
     spans: dict[tuple[int, Action], Span] = {}

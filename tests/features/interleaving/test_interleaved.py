@@ -17,6 +17,7 @@ from torch.backends import cuda, cudnn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_mm5d import Modality, TensorParallelPlan, register_tensor_parallel_plan
+from nccl_order import NAMES
 from parity.harness import fit, strategy
 from ranks import call_ranks, run_ranks
 from tensor_parallel.layouts import Compared, batches_of, check_all
@@ -108,6 +109,15 @@ MORE_PIPES = [
 )
 def test_microbatches_side_by_side_equal_one_process(world: int, runs: list[Compared]) -> None:
     check_all(world, *runs)
+
+
+@pytest.mark.usefixtures("float64")
+def test_microbatches_side_by_side_equal_one_process_where_all_operations_of_a_device_have_one_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """language: ranks 0-1, tensor or context parallel; vision: both of them, or none."""
+    monkeypatch.setenv("TEST_BACKEND", NAMES[1])
+    check_all(2, *PAIRS[2:])
 
 
 def drops(module: L.LightningModule) -> None:

@@ -168,9 +168,8 @@ def test_generated_text_is_that_of_one_process(name: str) -> None:
         assert_same(rank["metrics"], one["metrics"], 1e-6)
 
 
-def compiled(rank: int) -> bool:
+def compiled(rank: int) -> list[bool]:
     """Whether `generate` compiles the model, as it does on a GPU with a static cache; here it is told to."""
-    _, modalities, world = LAYOUTS["encoder and decoder pp 2"]
     compile_config = CompileConfig()
     compile_config._compile_all_devices = True
     seen: list[Any] = []
@@ -181,18 +180,23 @@ def compiled(rank: int) -> bool:
             static = {"cache_implementation": "static", "compile_config": compile_config}
             return continued(self, batch, **static)
 
-    module, loader = (
-        Static(CASES["llama"].build().model),
-        DataLoader(Batches([CASES["llama"].batch(2)]), batch_size=None),
-    )
-    trainer = L.Trainer(accelerator="cpu", devices=world, strategy=strategy(modalities), logger=False)
-    trainer.predict(module, loader)
-    return bool(seen)
+    found = []
+    for fields in (
+        *({"pp_size": 2}, {"tp_size": 2}, {"cp_size": 2}),
+        *({"dp_size": 2, "sharding": {"zero_stage": 3, "reshard_after_forward": True}}, {"dp_size": 2}),
+    ):
+        module, batches = Static(CASES["llama"].build().model), Batches([CASES["llama"].batch(2)] * 2)
+        chosen = strategy({"language": Modality(**fields)})
+        trainer = L.Trainer(accelerator="cpu", devices=2, strategy=chosen, logger=False)
+        trainer.predict(module, DataLoader(batches, batch_size=None))
+        found.append(bool(seen))
+        seen.clear()
+    return found
 
 
-def test_a_model_that_generates_on_several_ranks_is_not_compiled() -> None:
-    """language: ranks 0-1 as stages."""
-    assert run_ranks(2, compiled) == [False, False]
+def test_a_model_whose_ranks_meet_in_its_calls_generates_without_being_compiled() -> None:
+    """language: ranks 0-1 as stages, tensor or context parallel, replicas that share weights, and plain replicas."""
+    assert run_ranks(2, compiled) == [[False, False, False, False, True]] * 2
 
 
 # --- replicas, microbatches and loops of one's own ---

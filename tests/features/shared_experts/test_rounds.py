@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from compare import State
+from host_reads import HostReads
 from lightning_mm5d.config.errors import ConfigError, RankMismatchError
 from lightning_mm5d.expert_parallel import ExpertLayer
-from lightning_mm5d.features.shared_experts.held_experts import ExpertGroups
+from lightning_mm5d.features.shared_experts.held_experts import ExpertGroups, each_expert
 from lightning_mm5d.features.shared_experts.shared_experts import SharedExperts
 from lightning_mm5d.features.shared_experts.token_exchange import BACKWARD, FORWARD, Rounds, TokenGroup, Wish
 from ranks import call_ranks
@@ -178,3 +179,20 @@ def test_a_rank_that_skips_a_layer_does_not_draw_other_dropout_when_it_is_comput
     messages = call_ranks(RANKS, _draws, limit=60)
     assert "nothing restores what its experts have drawn" in messages[1]
     assert all(messages)
+
+
+def test_experts_of_a_list_compute_rows_that_are_counted_without_asking_the_device_which_these_are() -> None:
+    """All on one rank: rows 1 and 3 are of the first module, row 0 of the third, row 2 of none."""
+    members = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    rows, index = torch.randn(4, WIDTH), torch.tensor([2, 0, 3, 0])
+    expected = torch.zeros_like(rows)
+    for row, number in enumerate(index.tolist()):
+        if number < len(members):
+            expected[row] = members[number](rows[row])
+    with HostReads() as reads:
+        found = each_expert(members, rows, index, [2, 0, 1])
+    torch.testing.assert_close(found, expected)
+    assert not reads.found
+    with HostReads() as reads:
+        torch.testing.assert_close(each_expert(members, rows, index), expected)
+    assert sum(reads.found.values()) == 1
