@@ -1,8 +1,9 @@
-"""Refuses steps that reduce a sharded weight to a number or row, of which each rank would have that of its own shard.
+"""Refuses steps that keep a sharded weight, or reduce it to a number or row: each rank would have its own shard's.
 
 ``self.norm.copy_(self.layer.weight.norm())`` in a step, or in a forward hook of a module, looks at what this rank
 holds. Hooks of Lightning see full weights. Where such a value comes into a loss or a log, ranks have unequal ones and
-say so; in a buffer, an attribute or a file nobody would see it. What a module itself computes with its shard takes
+say so; in a buffer, an attribute or a file nobody would see it. Nor would anybody see that hooks find a shard in an
+attribute, after ``self.old = self.layer.weight.clone()`` in a step. What a module itself computes with its shard takes
 other tensors along, or leaves the sharded dim as it is, and is not meant.
 
 The first batch of each step is watched. A modality that is sharded over no ranks costs nothing.
@@ -10,8 +11,8 @@ The first batch of each step is watched. A modality that is sharded over no rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ class _Watched(Attached, AroundSteps, AroundStep):
     def __init__(
         self, running: Running, weights: Mapping[str, nn.Parameter], dims: Mapping[str, Sequence[int]]
     ) -> None:
-        self._weights, self._dims = weights, dims
+        self._weights, self._dims, self._attributes = weights, dims, vars(running.module)
         self._seen = set[str]()
         self._name = ""
         running.engine.around.append(self)
@@ -59,9 +60,12 @@ class _Watched(Attached, AroundSteps, AroundStep):
         self._name = getattr(course.step, "name", "step")
         return None if self._name in self._seen else self
 
-    def forward(self, run: Run, action: Action) -> AbstractContextManager[Any]:
+    @contextmanager
+    def forward(self, run: Run, action: Action) -> Iterator[None]:
         """Watch one run."""
-        return Reads(self._name, self._weights, self._dims)
+        with Reads(self._name, self._weights, self._dims) as reads:
+            yield
+        reads.check_kept(self._attributes)
 
     def end(self) -> None:
         """Watch no other of its kind."""
@@ -115,9 +119,19 @@ class Reads(TorchFunctionMode):
             is_full = not self._dims[name].isdisjoint(one % tensor.dim() for one in dims)
         if not is_full:
             return
-        raise ConfigError(
+        raise self._refusal(f"{function}() of {name!r}")
+
+    def check_kept(self, attributes: Mapping[str, Any]) -> None:
+        """Refuse what is made of one sharded weight alone in attributes of the module."""
+        for key, value in attributes.items():
+            for one in tree_leaves(value):
+                if id(one) in self._made and not isinstance(one, nn.Parameter):
+                    raise self._refusal(f"a copy of {self._made[id(one)][0]!r} in self.{key}")
+
+    def _refusal(self, what: str) -> ConfigError:
+        return ConfigError(
             self._step,
-            f"{function}() of {name!r}",
+            what,
             "The weight is sharded over tensor parallel ranks, of which each sees its own shard within a step",
             "Look at it in on_train_batch_start or on_train_batch_end, which see full weights. In place of a penalty, "
             "use the optimizer's weight_decay, or add the penalty's gradient in on_after_backward",
