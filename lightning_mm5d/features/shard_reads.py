@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -90,6 +91,7 @@ class Reads(TorchFunctionMode):
         self._step, self._dims = step, {name: {dim % weights[name].dim() for dim in own} for name, own in dims.items()}
         self._shapes = {name: one.shape for name, one in weights.items()}
         self._made: dict[int, tuple[str, Tensor]] = {id(one): (name, one) for name, one in weights.items()}
+        self._parts: dict[int, tuple[str, Any]] = {}  # what is made of one with other numbers of elements
 
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -104,6 +106,8 @@ class Reads(TorchFunctionMode):
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.numel() == tensors[0].numel():
             self._made[id(result)] = str(name), result
+        elif isinstance(result, (Tensor, np.ndarray)):
+            self._parts[id(result)] = str(name), result
         return result
 
     def _check(self, name: str, tensor: Tensor, function: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
@@ -125,8 +129,9 @@ class Reads(TorchFunctionMode):
         """Refuse what is made of one sharded weight alone in attributes of the module."""
         for key, value in attributes.items():
             for one in tree_leaves(value):
-                if id(one) in self._made and not isinstance(one, nn.Parameter):
-                    raise self._refusal(f"a copy of {self._made[id(one)][0]!r} in self.{key}")
+                name, _ = self._made.get(id(one), self._parts.get(id(one), (None, None)))
+                if name is not None and not isinstance(one, nn.Parameter):
+                    raise self._refusal(f"what is made of {name!r} in self.{key}")
 
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(

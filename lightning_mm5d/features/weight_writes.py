@@ -74,7 +74,9 @@ class _Watched(Attached, AroundSteps):
         running.engine.around.append(self)
 
     def step(self, course: Course) -> AroundStep | None:
-        """Watch a step."""
+        """Watch a step, unless nothing of it stays, whatever happens."""
+        if Exception in course.step.forgives:
+            return None
         return _Step(self._weights, self._names, self._buffers, course.step, self._by_value)
 
 

@@ -142,23 +142,6 @@ _RELIED_ON: tuple[tuple[type, str, tuple[str, ...]], ...] = (
 )
 
 
-def check_checkpoint(path: str | os.PathLike[str] | None) -> None:
-    """Refuse a checkpoint that is not there; words of Lightning and addresses are looked up later.
-
-    Raises:
-        ConfigError: there is no such file or folder.
-    """
-    words = str(path)
-    if path is None or words.partition(":")[0] in ("best", "last", "hpc", "registry") or "://" in words:
-        return
-    place = resolve(path)
-    if not os.path.lexists(place):
-        folder = place.parent
-        near = get_close_matches(place.name, os.listdir(folder) if folder.is_dir() else [], n=3, cutoff=0.0)
-        fix = did_you_mean(place.name, near) if near else f"Name one that exists; {str(folder)!r} has none"
-        raise ConfigError("ckpt_path", words, "There is no such checkpoint", fix)
-
-
 class LaunchedStrategy(Protocol):
     """The members of a strategy that a launcher uses, beside those of Lightning's `ParallelStrategy`."""
 
@@ -214,8 +197,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         _validate(self._strategy, trainer, args[1:])
-        if not self.cluster_environment.creates_processes_externally:  # else ranks have met first, and compare
-            check_checkpoint(inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path"))
+        if not self.cluster_environment.creates_processes_externally:  # else ranks meet first, and compare
+            _check_checkpoint(function, *args, **kwargs)
         _choose_port(self.cluster_environment)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         # a rank alone gets no variables either, by which a later trainer would take itself for one of several
@@ -240,7 +223,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         strategy = cast(LaunchedStrategy, self._strategy)
         _validate(strategy, trainer, args[1:])
-        check_checkpoint(inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path"))
+        _check_checkpoint(function, *args, **kwargs)
         assert strategy.cluster_environment is not None
         _end_run_of_one_rank(strategy.num_nodes)
         _choose_port(strategy.cluster_environment)
@@ -423,6 +406,19 @@ def _validate(strategy: LaunchedStrategy, trainer: Trainer | None, data: tuple[A
         check_package("callbacks", vars(trainer)["callbacks"])
         check_tuners(vars(trainer)["callbacks"], trainer.world_size)
     strategy.validate_before_launch(module, *data, callbacks=() if trainer is None else vars(trainer)["callbacks"])
+
+
+def _check_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Refuse a checkpoint that is not there; words of Lightning and addresses are looked up later."""
+    path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
+    words = "best" if path is None else os.fspath(path)
+    if words.partition(":")[0] in ("best", "last", "hpc", "registry") or "://" in words:
+        return
+    place = resolve(words)
+    if not os.path.lexists(place):
+        near = get_close_matches(place.name, os.listdir(place.parent) if place.parent.is_dir() else [], cutoff=0.0)
+        fix = did_you_mean(place.name, near) if near else f"Name one that exists; {str(place.parent)!r} has none"
+        raise ConfigError("ckpt_path", words, "There is no such checkpoint", fix)
 
 
 def _end_run_of_one_rank(num_nodes: int) -> None:

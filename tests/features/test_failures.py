@@ -193,7 +193,7 @@ def test_a_loss_that_is_nan_goes_on_as_on_one_process_and_the_last_stage_warns()
 
 def test_a_checkpoint_that_is_missing_is_refused_before_any_process_starts(tmp_path: Path) -> None:
     (tmp_path / "last.ckpt").touch()
-    with pytest.raises(ConfigError, match=r"ckpt_path: got .*lost.ckpt'. There is no such .*Did you mean 'last.ckpt'"):
+    with pytest.raises(ConfigError, match=r"ckpt_path: got .*lost.ckpt'. There is no such .*Use 'last.ckpt'"):
         Run(PIPE).trainer().fit(Toy(), ckpt_path=tmp_path / "lost.ckpt")
     with pytest.raises(ConfigError, match=r"no such checkpoint. Name one that exists; '.*nowhere' has none"):
         Run(PIPE).trainer().validate(Toy(), ckpt_path=tmp_path / "nowhere" / "lost.ckpt")

@@ -33,6 +33,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.plan.holdings import DataShards, Holding, Holdings, Part, narrowed
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import TELLING, is_remote, plain
+from lightning_mm5d.stage.payload import NotSent
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -239,8 +240,12 @@ class Awaited(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        lacking = next((leaf for leaf in leaves if isinstance(leaf, NotSent)), None)
+        if lacking is not None:
+            return lacking.__torch_function__(func, types, args, kwargs)
         if func not in _TELLING:
-            found = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Awaited)), None)
+            found = next((leaf for leaf in leaves if isinstance(leaf, Awaited)), None)
             if found is not None:
                 found.opens("gradients" if func in (_GET_GRAD, _SET_GRAD) else "values")
         with plain():
