@@ -8,7 +8,8 @@ clamp, a copy of other weights), before the step computes with the weight, or wh
    undoes that: earlier microbatches would have computed with other values than later ones.
 3. What the step writes to where it ends is written by all ranks that hold it, whose runs may have ended before
    (`trainer.steps`). That goes for buffers of layers, too, which one stage has.
-4. No write goes past torch, through an array of numpy. Values of weights on the host are compared for that, where the
+4. All runs that write to a weight write as often: one that ends before the step puts a value back would leave it.
+5. No write goes past torch, through an array of numpy. Values of weights on the host are compared for that, where the
    code of the LightningModule speaks of numpy.
 
 Embeddings with ``max_norm`` write to the rows that they read, and are left out.
@@ -16,6 +17,7 @@ Embeddings with ``max_norm`` write to the rows that they read, and are left out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
@@ -70,7 +72,8 @@ class _Watched(Attached, AroundSteps):
         own = [cls for cls in type(root).__mro__ if cls.__module__.partition(".")[0] not in _NOT_OWN]
         methods = [one for cls in own for _, one in own_functions(cls)]
         speaks = any(not _NUMPY.isdisjoint(names_in(one) or ()) for one in methods)
-        self._by_value = [*self._weights] if speaks and running.device.type == "cpu" else []
+        gathers = any(one.sharding.reshard_after_forward for one in running.plan.modalities.values())
+        self._by_value = [*self._weights] if speaks and running.device.type == "cpu" and not gathers else []
         running.engine.around.append(self)
 
     def step(self, course: Course) -> AroundStep | None:
@@ -90,8 +93,9 @@ class _Step(AroundStep):
         by_value: Sequence[str],
     ) -> None:
         self._weights, self._names, self._buffers, self._by_value = weights, names, buffers, by_value
-        self._written, self._name, self._trains = step.weights_written, step.name, step.trains
+        self._step, self._written, self._name = step, step.weights_written, step.name
         self._norms = dict[str, Tensor]()  # of those that runs have written to
+        self._counts = dict[str, int]()
 
     def forward(self, run: Run, action: Action) -> AbstractContextManager[Any]:
         """Watch one run."""
@@ -100,7 +104,7 @@ class _Step(AroundStep):
     @contextmanager
     def _watched(self) -> Iterator[None]:
         known = {name: self._weights[name] for name in self._norms}
-        order = _Order(known, counts_all=not self._trains) if known else nullcontext()
+        order = _Order(known, counts_all=not self._step.trains) if known else nullcontext()
         before, values = self._versions(), self._values()
         with written(self._weights, self._names) as names, order as early:
             yield
@@ -110,10 +114,14 @@ class _Step(AroundStep):
             was_at, was = values.get(name, (None, norm))
             if place == was_at and name not in found and not _are_equal(norm, was):
                 raise self._refusal(name, "and a write past torch leaves no trace, so that ranks cannot take it over")
-        for name in found:
+        for name, count in found.items():
             self._written.add(name)
             if is_remote(self._weights[name]):
                 continue
+            if self._counts.setdefault(name, count) != count:
+                raise self._refusal(name, "and one has ended between two writes")
+            if self._step.fails:
+                raise self._refusal(name, "and this one has ended before its end, and would run once more")
             norm = _norm(self._weights[name])
             if not _are_equal(self._norms.setdefault(name, norm), norm):
                 raise self._refusal(name, "and would write as often")
@@ -124,7 +132,8 @@ class _Step(AroundStep):
 
     def _values(self) -> dict[str, tuple[int, Tensor]]:
         here = {name: self._weights[name] for name in self._by_value if not is_remote(self._weights[name])}
-        return {name: (one.data_ptr(), _norm(one)) for name, one in here.items()}
+        norms = {name: _norm(one) for name, one in here.items()}  # for which those that rest are gathered
+        return {name: (here[name].data_ptr(), norm) for name, norm in norms.items()}
 
     def _refusal(self, name: str, why: str) -> ConfigError:
         rule = f"The step runs for each microbatch and stage, {why}"
@@ -144,8 +153,8 @@ def _place(root: nn.Module, name: str) -> Place:
 
 
 @contextmanager
-def written(weights: Weights, names: Mapping[int, str]) -> Iterator[Callable[[], list[str]]]:
-    """Enter around a run; what it gives returns, after the run, the names of the weights that it wrote to.
+def written(weights: Weights, names: Mapping[int, str]) -> Iterator[Callable[[], dict[str, int]]]:
+    """Enter around a run; what it gives returns, after the run, how often it wrote to which weights, by name.
 
     A weight may show other data for a time.
 
@@ -165,15 +174,16 @@ def written(weights: Weights, names: Mapping[int, str]) -> Iterator[Callable[[],
         elif name is not None:
             reads.append((name, data, version_of(data)))
 
-    def found() -> list[str]:
+    def found() -> dict[str, int]:
         with plain():
             now = [*map(_VERSION, weights.values())]
             if now == before and not (reads or sets):
-                return []
-            changed = {name for name, one, other in zip(weights, before, now, strict=True) if one != other}
-            changed |= {name for name, data, version in reads if version_of(data) != version}
-            changed |= {name for name, state in sets.items() if _state(weights[name]) != state}
-        return [name for name in weights if name in changed]
+                return {}
+            counts = Counter({name: new - old for name, new, old in zip(weights, now, before, strict=True)})
+            for name, data, version in reads:
+                counts[name] += version_of(data) - version
+            counts.update(name for name, state in sets.items() if _state(weights[name]) != state)
+        return {name: counts[name] for name in weights if counts[name]}
 
     with accesses(notice):
         yield found

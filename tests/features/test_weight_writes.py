@@ -48,7 +48,7 @@ def test_a_write_shows_wherever_the_weight_is(name: str, is_here: bool) -> None:
     weights = {"weight": weight, "other": other}
     with torch.no_grad(), written(weights, {id(one): name for name, one in weights.items()}) as found:
         (WRITES | READS)[name](weight)
-    assert found() == (["weight"] if name in WRITES else [])
+    assert list(found()) == (["weight"] if name in WRITES else [])
 
 
 def test_of_several_that_notice_accesses_each_does_and_they_end_in_any_order() -> None:

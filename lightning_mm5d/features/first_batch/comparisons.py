@@ -117,7 +117,7 @@ def _compare_results(step: JoinedStep, rounding: float) -> None:
 def _compare_numbers(step: JoinedStep, rounding: float) -> None:
     """Warn of numbers in attributes that two microbatches, one after the other, leave otherwise than both as one."""
     one, other, joined, again = (step.numbers[index] for index in range(4))
-    for name in joined.keys() & one.keys() & other.keys() & again.keys():
+    for name in (name for name in joined if name in one and name in other and name in again):
         if _differ(other[name], joined[name], rounding) and not _differ(one[name], again[name], rounding * _LEAST):
             warnings.warn(
                 f"{step.name}: self.{name} is {joined[name]:.6g} after the first two microbatches as one batch, and "

@@ -180,7 +180,16 @@ class JoinedStep(UserStep):
         self.results[index] = detached(kept)
         new = {name: one for name, one in vars(self._module).items() if one is not self.before.get(name)}
         self.rows[index] = {name: one for name, one in new.items() if isinstance(one, (Tensor, np.ndarray))}
-        self.numbers[index] = {name: one for name, one in new.items() if type(one) in (float, int)}
+        self.numbers[index] = {name: float(one) for name, one in new.items() if self._is_number(name, one)}
+
+    def _is_number(self, name: str, value: Any) -> bool:
+        """Whether an attribute is a number, also in a tensor that was one before."""
+        return type(value) in (float, int) or (
+            type(value) is Tensor
+            and value.numel() == 1
+            and not value.is_complex()
+            and isinstance(self.before.get(name), (Tensor, float, int))
+        )
 
 
 class _Watched(TorchFunctionMode):

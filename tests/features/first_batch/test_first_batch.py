@@ -179,7 +179,7 @@ class Evaluating(Toy):
     def __init__(self) -> None:
         super().__init__()
         self.seen = torch.zeros(4).double()
-        self.average, self.samples = 1.0, 0
+        self.average, self.moving, self.samples = 1.0, torch.ones(()).double(), 0
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         sizes = batch["images"].norm(dim=1)
@@ -189,6 +189,7 @@ class Evaluating(Toy):
         self.log_dict({"sum": sizes.sum(), "count": len(sizes)})
         self.last_rows, self.last_counts = sizes, batch["images"][:, :4].sum(0)
         self.average = 0.9 * self.average + 0.1 * float(sizes.mean())
+        self.moving = 0.9 * self.moving + 0.1 * sizes.mean()
         self.samples += len(sizes)
         self.seen = self.seen + batch["images"][:, :4].sum(0)
         kept = {"names": ["a"] * len(sizes), "count": len(sizes), "mean": sizes.mean(), "batch": batch_idx}
@@ -221,7 +222,7 @@ def test_what_evaluation_logs_or_any_step_returns_otherwise_than_for_the_batch_i
     said = [text for rank in call_ranks(world, _told_of_evaluation, world) for text in rank]
     names = ["'sum'", "'count'", *(f"what it returns['{name}']" for name in ("counts", "sizes", "sum"))]
     evaluated = [
-        [f"{step}: {name}" for name in (*names, "self.last_counts", "self.average")]
+        [f"{step}: {name}" for name in (*names, "self.last_counts", "self.average", "self.moving")]
         for step in ("validation_step", "test_step")
     ]
     assert said == [
