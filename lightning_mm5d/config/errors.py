@@ -41,6 +41,16 @@ class RankLostError(RuntimeError):
     """Another rank failed, died or no longer answers; the message names it, and its error where that is known."""
 
 
+class RefusedElsewhereError(ConfigError, RankLostError):
+    """The `ConfigError` of another rank, which the message names; without a ``field`` of its own."""
+
+    def __init__(self, *line: str) -> None:
+        self.field, self.got, self.rule, self.fix = "", None, "".join(line), ""
+        RuntimeError.__init__(self, *line)
+
+    __reduce__ = RuntimeError.__reduce__  # type: ignore[assignment]
+
+
 class RankMismatchError(RuntimeError):
     """Ranks disagree: on what they run, or on what comes next, so that they would wait for each other."""
 

@@ -63,7 +63,11 @@ class BudgetBatchSampler(BatchSampler):
         seed: int = 0,
         sampler: Any = None,
     ) -> None:
+        # what Lightning notes of samplers that are made in its hooks, to make them anew; here also of others
+        options = {name: value for name, value in locals().items() if name != "self"}
+        saved = {"args": (), "kwargs": options, "default_kwargs": {}, "arg_names": ()}
         self._shares = _shares(tokens, token_budget, pixels, pixel_budget, max_samples)
+        vars(self).update((f"__pl_saved_{name}", value) for name, value in saved.items())
         self._shuffle, self._seed = shuffle, seed
         # it holds the epoch and the replica, and draws nothing
         self.sampler: DistributedSampler[Any] = DistributedSampler(range(len(self._shares)), 1, 0, shuffle=False)  # type: ignore[arg-type]

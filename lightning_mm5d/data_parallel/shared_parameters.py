@@ -272,7 +272,7 @@ class SharedParameter:
         elif self.rests_own and not isinstance(self.parameter, Closed):
             self.adopt_changes()
             self._version = self.parameter._version
-        if self.whole is not None:
+        if self.whole is not None and self.whole.untyped_storage().resizable():  # else an array of numpy shows it
             self.whole.untyped_storage().resize_(0)
         make_closed(self.parameter, self.shape, self.dtype, opens)
 

@@ -1,8 +1,9 @@
-"""Refuses steps that reduce a sharded weight to a number or row, of which each rank would have that of its own shard.
+"""Refuses steps that keep a sharded weight, or reduce it to a number or row: each rank would have its own shard's.
 
 ``self.norm.copy_(self.layer.weight.norm())`` in a step, or in a forward hook of a module, looks at what this rank
 holds. Hooks of Lightning see full weights. Where such a value comes into a loss or a log, ranks have unequal ones and
-say so; in a buffer, an attribute or a file nobody would see it. What a module itself computes with its shard takes
+say so; in a buffer, an attribute or a file nobody would see it. Nor would anybody see that hooks find a shard in an
+attribute, after ``self.old = self.layer.weight.clone()`` in a step. What a module itself computes with its shard takes
 other tensors along, or leaves the sharded dim as it is, and is not meant.
 
 The first batch of each step is watched. A modality that is sharded over no ranks costs nothing.
@@ -10,10 +11,11 @@ The first batch of each step is watched. A modality that is sharded over no rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -49,7 +51,7 @@ class _Watched(Attached, AroundSteps, AroundStep):
     def __init__(
         self, running: Running, weights: Mapping[str, nn.Parameter], dims: Mapping[str, Sequence[int]]
     ) -> None:
-        self._weights, self._dims = weights, dims
+        self._weights, self._dims, self._attributes = weights, dims, vars(running.module)
         self._seen = set[str]()
         self._name = ""
         running.engine.around.append(self)
@@ -59,9 +61,12 @@ class _Watched(Attached, AroundSteps, AroundStep):
         self._name = getattr(course.step, "name", "step")
         return None if self._name in self._seen else self
 
-    def forward(self, run: Run, action: Action) -> AbstractContextManager[Any]:
+    @contextmanager
+    def forward(self, run: Run, action: Action) -> Iterator[None]:
         """Watch one run."""
-        return Reads(self._name, self._weights, self._dims)
+        with Reads(self._name, self._weights, self._dims) as reads:
+            yield
+        reads.check_kept(self._attributes)
 
     def end(self) -> None:
         """Watch no other of its kind."""
@@ -86,6 +91,7 @@ class Reads(TorchFunctionMode):
         self._step, self._dims = step, {name: {dim % weights[name].dim() for dim in own} for name, own in dims.items()}
         self._shapes = {name: one.shape for name, one in weights.items()}
         self._made: dict[int, tuple[str, Tensor]] = {id(one): (name, one) for name, one in weights.items()}
+        self._parts: dict[int, tuple[str, Any]] = {}  # what is made of one with other numbers of elements
 
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -100,6 +106,8 @@ class Reads(TorchFunctionMode):
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.numel() == tensors[0].numel():
             self._made[id(result)] = str(name), result
+        elif isinstance(result, (Tensor, np.ndarray)):
+            self._parts[id(result)] = str(name), result
         return result
 
     def _check(self, name: str, tensor: Tensor, function: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
@@ -115,9 +123,20 @@ class Reads(TorchFunctionMode):
             is_full = not self._dims[name].isdisjoint(one % tensor.dim() for one in dims)
         if not is_full:
             return
-        raise ConfigError(
+        raise self._refusal(f"{function}() of {name!r}")
+
+    def check_kept(self, attributes: Mapping[str, Any]) -> None:
+        """Refuse what is made of one sharded weight alone in attributes of the module."""
+        for key, value in attributes.items():
+            for one in tree_leaves(value):
+                name, _ = self._made.get(id(one), self._parts.get(id(one), (None, None)))
+                if name is not None and not isinstance(one, nn.Parameter):
+                    raise self._refusal(f"what is made of {name!r} in self.{key}")
+
+    def _refusal(self, what: str) -> ConfigError:
+        return ConfigError(
             self._step,
-            f"{function}() of {name!r}",
+            what,
             "The weight is sharded over tensor parallel ranks, of which each sees its own shard within a step",
             "Look at it in on_train_batch_start or on_train_batch_end, which see full weights. In place of a penalty, "
             "use the optimizer's weight_decay, or add the penalty's gradient in on_after_backward",

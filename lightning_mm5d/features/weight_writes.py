@@ -1,4 +1,4 @@
-"""Refuses training steps that write to weights or buffers otherwise than one process, which runs the step once a batch.
+"""Refuses steps that write to weights or buffers otherwise than one process, which runs the step once a batch.
 
 Here it runs for each microbatch and stage. That is the same where a write gives the same however often it is made (a
 clamp, a copy of other weights), before the step computes with the weight, or where the step undoes it. Else:
@@ -8,12 +8,16 @@ clamp, a copy of other weights), before the step computes with the weight, or wh
    undoes that: earlier microbatches would have computed with other values than later ones.
 3. What the step writes to where it ends is written by all ranks that hold it, whose runs may have ended before
    (`trainer.steps`). That goes for buffers of layers, too, which one stage has.
+4. All runs that write to a weight write as often: one that ends before the step puts a value back would leave it.
+5. No write goes past torch, through an array of numpy. Values of weights on the host are compared for that, where the
+   code of the LightningModule speaks of numpy.
 
 Embeddings with ``max_norm`` write to the rows that they read, and are left out.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
@@ -31,11 +35,15 @@ from lightning_mm5d.sharded.data_accesses import accesses
 from lightning_mm5d.sharded.remote_value import TELLING, is_remote, plain
 from lightning_mm5d.sharded.tensor import functions_named, written_by
 from lightning_mm5d.sharded.torch_internals import version_of
+from lightning_mm5d.source.trees import names as names_in
+from lightning_mm5d.source.trees import own_functions
 from lightning_mm5d.stage import Run
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 
 _SHOWING = TELLING | {*functions_named("data detach", Tensor)}
 _VERSION = attrgetter("_version")
+_NOT_OWN = {"builtins", "torch", "lightning", "pytorch_lightning"}
+_NUMPY = {"numpy", "np"}
 Weights = Mapping[str, nn.Parameter]
 Place = tuple[dict[str, Tensor | None], str]
 """Where a module has a buffer: its own ones, and the name there."""
@@ -45,7 +53,7 @@ class WeightWrites(Feature):
     """Has no field: it changes no number."""
 
     def attach(self, running: Running) -> Attached | None:
-        """Watch the training steps of schedules."""
+        """Watch the steps of schedules."""
         return None if running.is_plain else _Watched(running)
 
 
@@ -61,18 +69,33 @@ class _Watched(Attached, AroundSteps):
         names = {name for name, _ in root.named_buffers() if running.plan.topology.edges} - shared
         owned = sorted(names & running.plan.partition.owners.keys())
         self._buffers = {name: _place(root, name) for name in owned}
+        own = [cls for cls in type(root).__mro__ if cls.__module__.partition(".")[0] not in _NOT_OWN]
+        methods = [one for cls in own for _, one in own_functions(cls)]
+        speaks = any(not _NUMPY.isdisjoint(names_in(one) or ()) for one in methods)
+        gathers = any(one.sharding.reshard_after_forward for one in running.plan.modalities.values())
+        self._by_value = [*self._weights] if speaks and running.device.type == "cpu" and not gathers else []
         running.engine.around.append(self)
 
     def step(self, course: Course) -> AroundStep | None:
-        """Watch a training step."""
-        return _Step(self._weights, self._names, self._buffers, course.step) if course.step.trains else None
+        """Watch a step, unless nothing of it stays, whatever happens."""
+        if Exception in course.step.forgives:
+            return None
+        return _Step(self._weights, self._names, self._buffers, course.step, self._by_value)
 
 
 class _Step(AroundStep):
-    def __init__(self, weights: Weights, names: Mapping[int, str], buffers: Mapping[str, Place], step: Any) -> None:
-        self._weights, self._names, self._buffers = weights, names, buffers
-        self._written = step.weights_written
+    def __init__(
+        self,
+        weights: Weights,
+        names: Mapping[int, str],
+        buffers: Mapping[str, Place],
+        step: Any,
+        by_value: Sequence[str],
+    ) -> None:
+        self._weights, self._names, self._buffers, self._by_value = weights, names, buffers, by_value
+        self._step, self._written, self._name = step, step.weights_written, step.name
         self._norms = dict[str, Tensor]()  # of those that runs have written to
+        self._counts = dict[str, int]()
 
     def forward(self, run: Run, action: Action) -> AbstractContextManager[Any]:
         """Watch one run."""
@@ -81,22 +104,42 @@ class _Step(AroundStep):
     @contextmanager
     def _watched(self) -> Iterator[None]:
         known = {name: self._weights[name] for name in self._norms}
-        order = _Order(known) if known else nullcontext()
-        before = self._versions()
+        order = _Order(known, counts_all=not self._step.trains) if known else nullcontext()
+        before, values = self._versions(), self._values()
         with written(self._weights, self._names) as names, order as early:
             yield
         self._written |= {name for name, one in self._versions().items() if one != before[name]}
-        for name in names():
+        found = names()
+        for name, (place, norm) in self._values().items():
+            was_at, was = values.get(name, (None, norm))
+            if place == was_at and name not in found and not _are_equal(norm, was):
+                raise self._refusal(name, "and a write past torch leaves no trace, so that ranks cannot take it over")
+        for name, count in found.items():
             self._written.add(name)
             if is_remote(self._weights[name]):
                 continue
+            if self._counts.setdefault(name, count) != count:
+                raise self._refusal(name, "and one has ended between two writes")
+            if self._step.fails:
+                raise self._refusal(name, "and this one has ended before its end, and would run once more")
             norm = _norm(self._weights[name])
             if not _are_equal(self._norms.setdefault(name, norm), norm):
-                raise _refusal(name, "and would write as often")
+                raise self._refusal(name, "and would write as often")
             if early is not None and name in early.found:
-                raise _refusal(
+                raise self._refusal(
                     name, "and computes with the weight before it writes: later runs with what earlier ones left"
                 )
+
+    def _values(self) -> dict[str, tuple[int, Tensor]]:
+        here = {name: self._weights[name] for name in self._by_value if not is_remote(self._weights[name])}
+        norms = {name: _norm(one) for name, one in here.items()}  # for which those that rest are gathered
+        return {name: (here[name].data_ptr(), norm) for name, norm in norms.items()}
+
+    def _refusal(self, name: str, why: str) -> ConfigError:
+        rule = f"The step runs for each microbatch and stage, {why}"
+        hook = f"on_{self._name.replace('ing', '').removesuffix('_step')}_batch"
+        fix = f"Write in {hook}_start or {hook}_end, which run once and see all weights"
+        return ConfigError(self._name, f"a write to {name!r}", rule, fix)
 
     def _versions(self) -> dict[str, tuple[int, int]]:
         with plain():
@@ -110,8 +153,8 @@ def _place(root: nn.Module, name: str) -> Place:
 
 
 @contextmanager
-def written(weights: Weights, names: Mapping[int, str]) -> Iterator[Callable[[], list[str]]]:
-    """Enter around a run; what it gives returns, after the run, the names of the weights that it wrote to.
+def written(weights: Weights, names: Mapping[int, str]) -> Iterator[Callable[[], dict[str, int]]]:
+    """Enter around a run; what it gives returns, after the run, how often it wrote to which weights, by name.
 
     A weight may show other data for a time.
 
@@ -131,15 +174,16 @@ def written(weights: Weights, names: Mapping[int, str]) -> Iterator[Callable[[],
         elif name is not None:
             reads.append((name, data, version_of(data)))
 
-    def found() -> list[str]:
+    def found() -> dict[str, int]:
         with plain():
             now = [*map(_VERSION, weights.values())]
             if now == before and not (reads or sets):
-                return []
-            changed = {name for name, one, other in zip(weights, before, now, strict=True) if one != other}
-            changed |= {name for name, data, version in reads if version_of(data) != version}
-            changed |= {name for name, state in sets.items() if _state(weights[name]) != state}
-        return [name for name in weights if name in changed]
+                return {}
+            counts = Counter({name: new - old for name, new, old in zip(weights, now, before, strict=True)})
+            for name, data, version in reads:
+                counts[name] += version_of(data) - version
+            counts.update(name for name, state in sets.items() if _state(weights[name]) != state)
+        return {name: counts[name] for name in weights if counts[name]}
 
     with accesses(notice):
         yield found
@@ -155,13 +199,15 @@ class _Order(TorchFunctionMode):
 
     Args:
         weights: those that earlier runs have written to, by name.
+        counts_all: whether it computes for no gradients, so that all computing counts.
 
     Attributes:
         found: their names.
     """
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, *, counts_all: bool = False) -> None:
         super().__init__()
+        self._counts_all = counts_all
         self._weights, self._ids = weights, {id(one): name for name, one in weights.items()}
         self._used = set[str]()
         self._done = set[str]()
@@ -175,7 +221,7 @@ class _Order(TorchFunctionMode):
             return func(*args, **kwargs)
         targets = {_address(one) for one in written_by(func, args, kwargs) if not is_remote(one)}
         firsts = {name: _norm(one) for name, one in self._weights.items() if targets and self._is_first(name, targets)}
-        if not targets and torch.is_grad_enabled():
+        if not targets and (self._counts_all or torch.is_grad_enabled()):
             self._used |= {
                 self._ids[id(one)] for one in tree_leaves((args, kwargs)) if id(one) in self._ids
             } - self._done
@@ -205,12 +251,6 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _refusal(name: str, why: str) -> ConfigError:
-    rule = f"The step runs for each microbatch and stage, {why}"
-    fix = "Write in on_train_batch_start or on_train_batch_end, which run once and see all weights"
-    return ConfigError("training_step", f"a write to {name!r}", rule, fix)
 
 
 FEATURE = WeightWrites

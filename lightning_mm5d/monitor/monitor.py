@@ -35,7 +35,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from lightning_mm5d.config.errors import RankLostError, RankMismatchError, WatchdogTimeoutError
+from lightning_mm5d.config.errors import RankLostError, RankMismatchError, RefusedElsewhereError, WatchdogTimeoutError
 from lightning_mm5d.monitor import stack, verdict
 from lightning_mm5d.monitor.board import INTERVAL_S, Board, Entry, machine, state_of
 from lightning_mm5d.monitor.verdict import STOPPED_S, Losses
@@ -49,6 +49,7 @@ TOLD_S = 6.0
 
 ERRORS: dict[str, type[BaseException]] = {
     "lost": RankLostError,
+    "refused": RefusedElsewhereError,
     "mismatch": RankMismatchError,
     "watchdog": WatchdogTimeoutError,
     "interrupt": KeyboardInterrupt,

@@ -28,7 +28,14 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
 from lightning_mm5d.checkpoint.rank_reports import WAITING
-from lightning_mm5d.config.errors import FAILED_FIRST, RankLostError, RankMismatchError, WatchdogTimeoutError, private
+from lightning_mm5d.config.errors import (
+    FAILED_FIRST,
+    ConfigError,
+    RankLostError,
+    RankMismatchError,
+    WatchdogTimeoutError,
+    private,
+)
 from lightning_mm5d.engine.agreement import Agreement
 from lightning_mm5d.engine.ordered_transport import OrderedTransport
 from lightning_mm5d.engine.transport import Transport, TransportError
@@ -143,7 +150,7 @@ class Guard:
         met = "called a rank that had ended or" if monitor.is_closed else "lost its connection to a rank that"
         what = f"{met} {FAILED_FIRST}" if is_cut_off else FAILED_FIRST
         line = told or f"rank {self._rank} ({where}) {what} {one_line(error)}"
-        is_first = monitor.blame("lost", line)
+        is_first = monitor.blame("refused" if isinstance(error, ConfigError) else "lost", line)
         if isinstance(error, SIGTERMException) or told is not None:
             return None
         self._is_own = is_first

@@ -34,6 +34,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from difflib import get_close_matches
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal, Protocol, cast
@@ -53,11 +54,12 @@ from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_set
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
-from lightning_mm5d.config.errors import ConfigError, RankLostError, private
+from lightning_mm5d.config.errors import ConfigError, RankLostError, did_you_mean, private
 from lightning_mm5d.monitor.board import ended_how, state_of
 from lightning_mm5d.monitor.monitor import ERRORS
 from lightning_mm5d.monitor.verdict import LAUNCHED_BY
 from lightning_mm5d.sharded.removable import put
+from lightning_mm5d.storage.replacement import resolve
 from lightning_mm5d.trainer.kept_shards import has_kept_shards, left_elsewhere
 from lightning_mm5d.trainer.other_package import check_package
 from lightning_mm5d.trainer.process_group import free_port
@@ -195,6 +197,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         _validate(self._strategy, trainer, args[1:])
+        if not self.cluster_environment.creates_processes_externally:  # else ranks meet first, and compare
+            _check_checkpoint(function, *args, **kwargs)
         _choose_port(self.cluster_environment)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         # a rank alone gets no variables either, by which a later trainer would take itself for one of several
@@ -219,6 +223,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         strategy = cast(LaunchedStrategy, self._strategy)
         _validate(strategy, trainer, args[1:])
+        _check_checkpoint(function, *args, **kwargs)
         assert strategy.cluster_environment is not None
         _end_run_of_one_rank(strategy.num_nodes)
         _choose_port(strategy.cluster_environment)
@@ -406,6 +411,19 @@ def _validate(strategy: LaunchedStrategy, trainer: Trainer | None, data: tuple[A
         if "TORCHELASTIC_RUN_ID" in os.environ and error.field.startswith("Trainer("):
             error.add_note("ElasticStrategy in place of MultimodalStrategy finds a layout for other numbers of ranks")
         raise
+
+
+def _check_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Refuse a checkpoint that is not there; words of Lightning and addresses are looked up later."""
+    path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
+    words = "best" if path is None else os.fspath(path)
+    if words.partition(":")[0] in ("best", "last", "hpc", "registry") or "://" in words:
+        return
+    place = resolve(words)
+    if not os.path.lexists(place):
+        near = get_close_matches(place.name, os.listdir(place.parent) if place.parent.is_dir() else [], cutoff=0.0)
+        fix = did_you_mean(place.name, near) if near else f"Name one that exists; {str(place.parent)!r} has none"
+        raise ConfigError("ckpt_path", words, "There is no such checkpoint", fix)
 
 
 def _end_run_of_one_rank(num_nodes: int) -> None:

@@ -276,14 +276,15 @@ class Steps:
         outputs = _by_name(result.outputs)
         return loss if outputs is None else {**outputs, "loss": loss}
 
-    def _check_written(self, result: StepResult, step: TrainingStep) -> None:
+    def _check_written(self, result: StepResult, step: UserStep) -> None:
         """Refuse a step that wrote to what this rank holds where it ends, and here had ended before."""
         ownership = self._plan.ownership
         for name in sorted({*result.weights_written} - step.weights_written):
             if name in self._plan.partition.owners and self._rank in ownership.ranks_holding(name):
                 rule = "The step ends before that on a rank that holds it, with its layers"
-                fix = "Write in on_train_batch_start or on_train_batch_end, which all ranks run"
-                raise ConfigError("training_step", f"a write to {name!r}", rule, fix)
+                hook = f"on_{step.name.replace('ing', '').removesuffix('_step')}_batch"
+                fix = f"Write in {hook}_start or {hook}_end, which all ranks run"
+                raise ConfigError(step.name, f"a write to {name!r}", rule, fix)
 
     def _check_unfrozen(self, before: frozenset[str]) -> None:
         """Refuse a step that unfreezes parameters: stages run backwards for what is trained when a step begins."""
@@ -314,6 +315,8 @@ class Steps:
             self.run(step, frozenset())
             results = self._share(piped, self._merged(step, None, values) if self._own in piped else None)
             failed = {number for number in piped if results[number].fails}
+            for number in piped.keys() - failed:
+                self._check_written(results[number], step)
             walking |= failed
             if undo is not None and failed and self._own in (None, *failed):
                 undo()

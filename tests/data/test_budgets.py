@@ -141,6 +141,9 @@ def trained(run: Run) -> Any:
         run.trainer(max_steps=steps, max_epochs=None, enable_checkpointing=True, callbacks=[saving]).fit(first)
         run.trainer(max_epochs=2).fit(second, ckpt_path=run.folder / kind / "last.ckpt", weights_only=False)
         found[kind] = whole, first.steps + second.steps, list(module.data.images[:, 0].tolist())
+    outside = Counted("map")
+    run.trainer(max_epochs=2).fit(outside, outside.train_dataloader())  # which no hook makes
+    assert outside.steps == found["map"][0]
     return found
 
 

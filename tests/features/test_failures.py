@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,6 +107,13 @@ class HooksAroundLayers(Toy):
         self.decoder.register_full_backward_hook(lambda _, inputs, outputs: None)
 
 
+class WritesHead(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.decoder.head.weight.data.mul_(0.9)
+        return loss
+
+
 class NotANumber(Toy):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch) * float("nan")
@@ -151,7 +159,20 @@ def test_a_failure_reaches_every_rank(name: str) -> None:
     assert named, found
     assert all(words in error for error in named), named
     others = [error for error in found if not error.startswith(kind)]
-    assert all(error.startswith("RankLostError") and named[0] in error for error in others), others
+    repeats = "RefusedElsewhereError" if kind == "ConfigError" else "RankLostError"
+    assert all(error.startswith(repeats) and named[0] in error for error in others), others
+
+
+def test_a_refusal_of_one_rank_is_a_config_error_on_all() -> None:
+    """vision: rank 0; language: ranks 1-2 as stages, of which the last one writes"""
+
+    def scene(run: Run) -> None:
+        with pytest.raises(ConfigError, match=r"training_step: got \"a write to 'decoder.head.weight'\""):
+            run.trainer(num_sanity_val_steps=0).fit(WritesHead(), run.training(16))
+        if torch.distributed.is_initialized():  # as if the process had ended
+            torch.distributed.destroy_process_group()
+
+    together(PIPE, scene)
 
 
 def nan_losses(run: Run) -> tuple[float, int]:
@@ -168,6 +189,14 @@ def test_a_loss_that_is_nan_goes_on_as_on_one_process_and_the_last_stage_warns()
     found = together(PIPE, nan_losses)
     assert all(value != value for value, _ in found)
     assert [count for _, count in found] == [0, 0, 1]
+
+
+def test_a_checkpoint_that_is_missing_is_refused_before_any_process_starts(tmp_path: Path) -> None:
+    (tmp_path / "last.ckpt").touch()
+    with pytest.raises(ConfigError, match=r"ckpt_path: got .*lost.ckpt'. There is no such .*Use 'last.ckpt'"):
+        Run(PIPE).trainer().fit(Toy(), ckpt_path=tmp_path / "lost.ckpt")
+    with pytest.raises(ConfigError, match=r"no such checkpoint. Name one that exists; '.*nowhere' has none"):
+        Run(PIPE).trainer().validate(Toy(), ckpt_path=tmp_path / "nowhere" / "lost.ckpt")
 
 
 def test_too_many_microbatches_are_refused_before_any_process_starts() -> None:

@@ -1,4 +1,4 @@
-"""A step that reduces a sharded weight to what each rank would have of its own shard is refused."""
+"""A step that keeps a sharded weight, or reduces it to what each rank would have of its own shard, is refused."""
 
 from __future__ import annotations
 
@@ -44,3 +44,16 @@ def test_a_reduction_over_the_sharded_dim_is_refused(name: str) -> None:
         return
     with pytest.raises(ConfigError, match=r"training_step: .* of 'layer.weight'"), watched:
         REFUSED[name](weight)
+
+
+def test_a_copy_that_a_step_keeps_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(3, 2))
+    with Reads("training_step", {"layer.weight": weight}, {"layer.weight": (0,)}) as watched:
+        copy = weight.detach().clone()
+        product = F.linear(torch.ones(1, 2), weight)
+        sizes = torch.histc(copy, 4)
+        array = weight.detach().numpy()
+    watched.check_kept({"weights": [weight], "product": product})
+    for kept in (copy, sizes, array):
+        with pytest.raises(ConfigError, match=r"what is made of 'layer.weight' in self.old"):
+            watched.check_kept({"old": {"layer.weight": kept}})

@@ -215,6 +215,10 @@ def writes_another_shape(module: Any) -> None:
     module.decoder.head.weight.data = torch.zeros(5, WIDTH, dtype=torch.float64)
 
 
+def keeps_values(module: Any) -> None:
+    module.before = {"head": module.decoder.head.weight.data}
+
+
 def reads_early(module: Any) -> None:
     module.decoder.head.weight.grad.norm()
 
@@ -249,6 +253,10 @@ REFUSED: dict[str, tuple[Callable[[Run], str], tuple[str, ...]]] = {
     "another shape": (
         lambda run: error_of(run, Hooked("on_train_batch_end", writes_another_shape)),
         ("ConfigError: decoder.head.weight", "(3, 8)"),
+    ),
+    "values that would follow the weight": (
+        lambda run: error_of(run, Hooked("on_train_batch_end", keeps_values)),
+        ("ConfigError: Hooked.before", "decoder.head.weight", ".detach().clone()"),
     ),
     "a gradient before it is summed": (
         lambda run: error_of(run, Hooked("on_after_backward", reads_early), accumulate_grad_batches=2),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -47,7 +48,7 @@ def test_a_write_shows_wherever_the_weight_is(name: str, is_here: bool) -> None:
     weights = {"weight": weight, "other": other}
     with torch.no_grad(), written(weights, {id(one): name for name, one in weights.items()}) as found:
         (WRITES | READS)[name](weight)
-    assert found() == (["weight"] if name in WRITES else [])
+    assert list(found()) == (["weight"] if name in WRITES else [])
 
 
 def test_of_several_that_notice_accesses_each_does_and_they_end_in_any_order() -> None:
@@ -101,13 +102,52 @@ STEPS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "a decay in place before": ("before", lambda m: _in_place(0.99, m.encoder.patch.weight)),
     "a decay after": ("after", lambda m: _in_place(0.99, m.encoder.patch.weight)),
 }
+EVALUATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "an evaluation that decays a weight": ("after", STEPS["a decay before"][1]),
+    "an evaluation with other values for a time": ("after", _for_a_time),
+}
+PAST_TORCH: dict[str, Callable[[Any], Any]] = {
+    "an array of a weight": lambda m: m.decoder.head.weight.detach().numpy().__imul__(0.9),
+    "an array of data": lambda m: m.encoder.patch.weight.data.numpy().__imul__(0.9),
+}
+
+
+class Evaluating(Toy):
+    """Writes after each validation step."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.write = EVALUATIONS[name][1]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.write(self)
+
+
+class PastTorch(Toy):
+    """Writes to an array of numpy, in every second step."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.write = PAST_TORCH[name]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx % 2:
+            self.write(self)
+        return self.loss(batch) + 0 * torch.from_numpy(np.ones(1)).sum()
+
+
 ALONE = Layout({"model": Modality()}, 1)
 REPEATABLE = {"a clamp before", "a norm before", "other values for a time"}
+REPEATABLE |= {"an evaluation with other values for a time"}
 
 
 def trained(run: Run, name: str) -> Any:
-    module = Writing(name)
-    run.trainer(limit_val_batches=0).fit(module, run.training(), run.loader(8))
+    kind = Evaluating if name in EVALUATIONS else PastTorch if name in PAST_TORCH else Writing
+    module = kind(name)
+    run.trainer(limit_val_batches=int(kind is Evaluating), num_sanity_val_steps=0).fit(
+        module, run.training(), run.loader(8)
+    )
     return weights(module)
 
 
@@ -115,7 +155,9 @@ def test_a_write_in_several_microbatches_is_that_of_one_process_or_refused() -> 
     """the whole model: rank 0"""
 
     def on_rank(rank: int) -> dict[str, Any]:
-        for name in STEPS.keys() - REPEATABLE:
+        for name in [*STEPS, *EVALUATIONS, *PAST_TORCH]:
+            if name in REPEATABLE:
+                continue
             with pytest.raises(ConfigError, match="a write to"):
                 trained(Run(ALONE), name)
         return {name: trained(Run(ALONE), name) for name in REPEATABLE}
@@ -128,7 +170,7 @@ def test_a_write_in_several_microbatches_is_that_of_one_process_or_refused() -> 
 def test_a_write_in_one_microbatch_is_that_of_one_process() -> None:
     """vision: rank 0, language: rank 1"""
     late = {"a decay after", "other values for a time"}  # of the encoder, whose rank has ended its step
-    names = [name for name in STEPS if name not in late]
+    names = [name for name in STEPS if name not in late] + ["an evaluation that decays a weight"]
 
     def on_rank(rank: int) -> dict[str, Any]:
         return {name: trained(Run(PAIR, {"num_microbatches": 1}), name) for name in names}

@@ -39,6 +39,7 @@ def compare(module: LightningModule, step: JoinedStep) -> None:
     losses = [float(step.losses[index]) for index in sorted(step.losses)]
     _compare_logs(step, losses[:3], rounding)
     _compare_results(step, rounding)
+    _compare_numbers(step, rounding)
     if len(losses) == len(step.results):
         _compare_losses(step, losses, rounding)
 
@@ -67,7 +68,8 @@ def _compare_logs(step: JoinedStep, losses: Sequence[float], rounding: float) ->
         if len(values) < 4 or not math.isfinite(values[2]) or _differ(values[0], values[3], rounding * _LEAST):
             continue
         logged = merged_value(call[0], found[:2])
-        is_loss = bool(losses) and not any(_differ(a, b, rounding) for a, b in zip(values, losses, strict=False))
+        is_loss = bool(losses) and call[0].reduce_fx == "mean"
+        is_loss = is_loss and not any(_differ(a, b, rounding) for a, b in zip(values, losses, strict=False))
         if logged is None or is_loss or not _differ(logged, values[2], rounding):
             continue
         is_sum = call[0].reduce_fx == "mean" and not _differ(values[0] + values[1], values[2], rounding)
@@ -112,6 +114,24 @@ def _compare_results(step: JoinedStep, rounding: float) -> None:
         )
 
 
+def _compare_numbers(step: JoinedStep, rounding: float) -> None:
+    """Warn of numbers in attributes that two microbatches, one after the other, leave otherwise than both as one."""
+    one, other, joined, again = (step.numbers[index] for index in range(4))
+    for name in (name for name in joined if name in one and name in other and name in again):
+        if _differ(other[name], joined[name], rounding) and not _differ(one[name], again[name], rounding * _LEAST):
+            warnings.warn(
+                f"{step.name}: self.{name} is {joined[name]:.6g} after the first two microbatches as one batch, and "
+                f"{other[name]:.6g} after one and the other. Set it in {hook_after(step.name)}, or set "
+                "num_microbatches: 1.",
+                stacklevel=2,
+            )
+
+
+def hook_after(step: str) -> str:
+    """Return the hook that follows the batch of a step."""
+    return f"on_{step.replace('ing', '').removesuffix('_step')}_batch_end"
+
+
 def unlike_buffers(module: LightningModule, step: JoinedStep) -> set[str]:
     """Return the names of what microbatches, one after the other, leave otherwise than both as one.
 
@@ -138,13 +158,13 @@ def _moves_on(first: Tensor, second: Tensor, whole: Tensor) -> bool:
     return not torch.allclose(second, whole, rtol=0.0, atol=few * float(whole.abs().max()), equal_nan=True)
 
 
-def tell_of_buffers(names: Collection[str]) -> None:
-    """Warn of buffers in which microbatches leave something else than the batch."""
+def tell_of_buffers(step: str, names: Collection[str]) -> None:
+    """Warn of buffers in which the microbatches of a step leave something else than the batch."""
     if names:
         more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         warnings.warn(
-            f"training_step: the buffer {min(names)!r}{more} is written for each microbatch, and two leave something "
-            "else in it than both as one batch. Write to it in on_train_batch_end, or set num_microbatches: 1.",
+            f"{step}: the buffer {min(names)!r}{more} is written for each microbatch, and two leave something else in "
+            f"it than both as one batch. Write to it in {hook_after(step)}, or set num_microbatches: 1.",
             stacklevel=2,
         )
 

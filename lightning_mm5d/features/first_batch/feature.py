@@ -14,7 +14,7 @@ chance as many. Phases, once in a run for each step and dataloader, after the fi
 2. The first rank where the first replica's step ends compares (`comparisons.py`); where the first microbatch has two
    losses, nothing.
 3. What the runs have changed is put back: buffers, attributes, metrics, parameters, random generators.
-4. Where a training step has written to buffers, all of it once more: these begin with other values, so that averages
+4. Where a step has written to buffers, all of it once more: these begin with other values, so that averages
    of weights show which begin as a copy of them.
 """
 
@@ -86,8 +86,7 @@ class _Checks(Attached):
         step = self._run(first, joined)
         if self._steps.writes:
             compare(self._module, step)
-        if first.name == "training_step":
-            self._compare_buffers(first, joined, step)
+        self._compare_buffers(first, joined, step)
         if step.opens:
             return f"{first.name} opens a file to write it"
         return f"{first.name} draws random numbers, or fails on a batch of another size" if step.fails else ""
@@ -118,7 +117,7 @@ class _Checks(Attached):
         dist.all_reduce(unseen, dist.ReduceOp.MAX)
         if unseen:
             unlike |= self._unlike(self._run(first, joined, written))
-        tell_of_buffers(unlike)
+        tell_of_buffers(first.name, unlike)
 
     def _unlike(self, step: JoinedStep) -> set[str]:
         """Return what this rank saves, and microbatches leave otherwise than both as one."""

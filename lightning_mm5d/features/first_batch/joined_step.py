@@ -72,6 +72,7 @@ class JoinedStep(UserStep):
         before: attributes of the module, by name.
         losses: of a training step in the last stage, by index of the microbatch.
         rows: what the step put into attributes of the module there: arrays by name, by index of the microbatch.
+        numbers: those that it put into attributes there, by name, by index of the microbatch.
         buffers: that runs on this rank have changed, by index of the microbatch.
         start: with what these began, but where the second microbatch went on.
         written: names of all buffers of this rank that runs have written to, changed or not.
@@ -85,6 +86,7 @@ class JoinedStep(UserStep):
         super().__init__(*args, **kwargs)
         self.losses: dict[int, Tensor] = {}
         self.rows: dict[int, dict[str, Any]] = {}
+        self.numbers: dict[int, dict[str, float]] = {}
         self.buffers: dict[int, dict[str, Tensor]] = {}
         self.start: dict[str, Tensor] = {}
         self.written = set[str]()
@@ -178,6 +180,16 @@ class JoinedStep(UserStep):
         self.results[index] = detached(kept)
         new = {name: one for name, one in vars(self._module).items() if one is not self.before.get(name)}
         self.rows[index] = {name: one for name, one in new.items() if isinstance(one, (Tensor, np.ndarray))}
+        self.numbers[index] = {name: float(one) for name, one in new.items() if self._is_number(name, one)}
+
+    def _is_number(self, name: str, value: Any) -> bool:
+        """Whether an attribute is a number, also in a tensor that was one before."""
+        return type(value) in (float, int) or (
+            type(value) is Tensor
+            and value.numel() == 1
+            and not value.is_complex()
+            and isinstance(self.before.get(name), (Tensor, float, int))
+        )
 
 
 class _Watched(TorchFunctionMode):

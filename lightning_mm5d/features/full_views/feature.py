@@ -36,10 +36,12 @@ from lightning_mm5d.config.errors import ConfigError, RankMismatchError, RemoteP
 from lightning_mm5d.expert_parallel import parameters_of
 from lightning_mm5d.features.full_views.full_states import (
     Awaited,
+    Form,
     FullStates,
     Kind,
     Moving,
     PartExchange,
+    check_kept,
     hooks_of_all,
     partial_names,
 )
@@ -69,30 +71,6 @@ _HOOKS = (
 )
 
 
-class _Form:
-    """A parameter, and what this rank shows of it outside of hooks.
-
-    Attributes:
-        data: its local tensor.
-        grad: its gradient there, or a stand-in for one.
-        kind: its class.
-    """
-
-    def __init__(self, name: str, parameter: nn.Parameter, shape: tuple[int, ...]) -> None:
-        self.name, self.parameter, self.shape = name, parameter, shape
-        self.data: Tensor = parameter.data
-        self.grad: Tensor | None = None
-        self.kind: type[nn.Parameter] = type(parameter)
-        self._nan: Tensor | None = None
-
-    def nan(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor of the full shape without memory."""
-        if self._nan is None or self._nan.dtype != dtype:
-            filler = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-            self._nan = torch.full((), filler, dtype=dtype, device=device).expand(self.shape)
-        return self._nan
-
-
 class FullViews(Feature):
     """Shows full tensors in the hooks of the module and of callbacks, and where the strategy is asked for them."""
 
@@ -114,7 +92,7 @@ class _FullViews(Attached):
         self._device, self._wire, self._buffers = running.device, message_device(running.device), running.buffers
         self._exchange = PartExchange(module, plan, self._rank, self._wire)
         self._forms = [
-            _Form(name, parameter, plan.shapes[name]) for name, parameter in module.named_parameters() if name in parted
+            Form(name, parameter, plan.shapes[name]) for name, parameter in module.named_parameters() if name in parted
         ]
         self._shapes = {id(form.parameter): (form.name, form.shape) for form in self._forms}
         self._states = FullStates(self._exchange, self._group, self._device)
@@ -156,7 +134,9 @@ class _FullViews(Attached):
         @functools.wraps(hook)
         def viewed(*args: Any, **kwargs: Any) -> Any:
             with self.entered(place, shares=shares):
-                return hook(*args, **kwargs)
+                result = hook(*args, **kwargs)
+                check_kept(owner, self._forms if "values" in self._opened else ())
+                return result
 
         def undo() -> None:
             if vars(owner).get(name) is viewed:
@@ -308,14 +288,14 @@ class _FullViews(Attached):
                     if "gradients" in self._opened:
                         self._take_gradient(form)
 
-    def _check_shape(self, form: _Form) -> None:
+    def _check_shape(self, form: Form) -> None:
         parameter = form.parameter
         for kind, tensor in (("values", parameter.data), ("gradients", parameter.grad)):
             if kind in self._opened and tensor is not None and tuple(tensor.shape) != form.shape:
                 got = f"{kind} of shape {tuple(tensor.shape)}"
                 raise ConfigError(form.name, got, f"Its shape is {form.shape}", "Keep the shape of parameters in hooks")
 
-    def _take_gradient(self, form: _Form) -> None:
+    def _take_gradient(self, form: Form) -> None:
         new, local = form.parameter.grad, self._local_gradient(form)
         if is_stand_in(new):
             return
@@ -396,15 +376,15 @@ class _FullViews(Attached):
 
     # --- gathering ---
 
-    def _waits(self, form: _Form) -> bool:
+    def _waits(self, form: Form) -> bool:
         """Whether the gradient of a parameter is not yet summed over ranks."""
         return self._optimization.is_unsummed and is_summed_late(self._plan, form.name)
 
-    def _local_gradient(self, form: _Form) -> Tensor | None:
+    def _local_gradient(self, form: Form) -> Tensor | None:
         one = self._shared.get(form.parameter)
         return one.gradient if one is not None and one.is_whole else form.grad
 
-    def _present(self, form: _Form, kind: Kind) -> Tensor | None:
+    def _present(self, form: Form, kind: Kind) -> Tensor | None:
         """What this rank has of a parameter: a full tensor once opened, else its local part."""
         if kind in self._opened:
             return form.parameter.data if kind == "values" else form.parameter.grad
@@ -445,7 +425,7 @@ class _FullViews(Attached):
                     assert tensor is not None, form.name
                     if form.data.shape != form.shape:
                         _forget_node(form.parameter)
-                    form.parameter.data = tensor
+                    form.parameter.data, form.shown = tensor, tensor.data_ptr()
                 elif tensor is not None:
                     added = form.parameter.grad  # by a backward of the hook
                     if form.parameter.dtype != tensor.dtype:
@@ -454,7 +434,7 @@ class _FullViews(Attached):
                     form.parameter.grad = tensor if added is None else tensor + added
             self._opened.add(kind)
 
-    def _unsummed(self, form: _Form, local: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _unsummed(self, form: Form, local: Tensor | None, dtype: torch.dtype) -> Tensor:
         def zero() -> None:
             if local is not None:
                 local.zero_()

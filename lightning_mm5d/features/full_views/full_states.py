@@ -19,7 +19,7 @@ import copy
 import math
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -29,9 +29,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.plan.holdings import DataShards, Holding, Holdings, Part, narrowed
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.sharded.remote_value import TELLING, plain
+from lightning_mm5d.sharded.remote_value import TELLING, is_remote, plain
+from lightning_mm5d.stage.payload import NotSent
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -179,6 +181,53 @@ _GET_GRAD, _SET_GRAD = _GRAD.__get__, _GRAD.__set__
 _TELLING = TELLING - {_GET_GRAD}
 
 
+class Form:
+    """A parameter, and what this rank shows of it outside of hooks.
+
+    Attributes:
+        data: its local tensor.
+        grad: its gradient there, or a stand-in for one.
+        kind: its class.
+        shown: the address of its full values in a hook.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, shape: tuple[int, ...]) -> None:
+        self.name, self.parameter, self.shape = name, parameter, shape
+        self.data: Tensor = parameter.data
+        self.grad: Tensor | None = None
+        self.kind: type[nn.Parameter] = type(parameter)
+        self.shown = 0
+        self._nan: Tensor | None = None
+
+    def nan(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor of the full shape without memory."""
+        if self._nan is None or self._nan.dtype != dtype:
+            filler = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+            self._nan = torch.full((), filler, dtype=dtype, device=device).expand(self.shape)
+        return self._nan
+
+
+def check_kept(owner: Any, forms: Iterable[Form]) -> None:
+    """Refuse a tensor that a hook leaves in an attribute and that shares the memory of a parameter's full values.
+
+    Args:
+        owner: of the hook.
+        forms: of the parameters whose full values it was shown; those that show others by now do not count.
+
+    Raises:
+        ConfigError: names attribute and parameter.
+    """
+    with plain():
+        shown = {form.shown: form.name for form in forms if form.parameter.data_ptr() == form.shown}
+    for key, value in vars(owner).items() if shown else ():
+        for one in tree_leaves(value):
+            is_plain = isinstance(one, Tensor) and not isinstance(one, nn.Parameter) and not is_remote(one)
+            if is_plain and one.layout == torch.strided and (name := shown.get(one.untyped_storage().data_ptr())):
+                rule = "It follows the parameter on one process; here it would stay as the hook has seen it"
+                fix = "Keep the parameter itself, or a copy: .detach().clone()"
+                raise ConfigError(f"{type(owner).__name__}.{key}", f"the memory of {name!r}", rule, fix)
+
+
 class Awaited(nn.Parameter):
     """A parameter that shows its full shape, and whose first use gathers it.
 
@@ -191,8 +240,12 @@ class Awaited(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        lacking = next((leaf for leaf in leaves if isinstance(leaf, NotSent)), None)
+        if lacking is not None:
+            return lacking.__torch_function__(func, types, args, kwargs)
         if func not in _TELLING:
-            found = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Awaited)), None)
+            found = next((leaf for leaf in leaves if isinstance(leaf, Awaited)), None)
             if found is not None:
                 found.opens("gradients" if func in (_GET_GRAD, _SET_GRAD) else "values")
         with plain():

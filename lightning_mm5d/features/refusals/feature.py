@@ -427,7 +427,9 @@ def _check_prefix_tuning(module: pl.LightningModule, plan: Plan) -> None:
 
 
 def _check_memory(module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
-    """Refuse a parameter in the memory of another one, or of a buffer, where ranks would have it in memory of its own.
+    """Refuse a parameter in the memory of another tensor, where ranks would have it in memory of its own.
+
+    Such tensors are parameters, buffers, and what attributes of the LightningModule hold (``self.old = weight.data``).
 
     The update of one is the other's too on one process. A move to another device separates them there as well.
     """
@@ -442,6 +444,9 @@ def _check_memory(module: pl.LightningModule, plan: Plan, device: torch.device) 
         return None if is_cut else ranks
 
     named = [*module.named_parameters(), *module.named_buffers()]
+    for key in vars(module).keys() - vars(pl.LightningModule()).keys():
+        kept = [one for one in tree_leaves(vars(module)[key]) if isinstance(one, Tensor)]
+        named += [(f"self.{key}", one) for one in kept if not isinstance(one, nn.Parameter)]
     placed = [(*_span(tensor), name, tensor) for name, tensor in named if tensor.device.type == device.type]
     before: Any = None
     for start, stop, name, tensor in sorted((one for one in placed if one[0]), key=lambda one: one[:3]):
@@ -449,7 +454,10 @@ def _check_memory(module: pl.LightningModule, plan: Plan, device: torch.device) 
             is_beside = start != before[0] and not (tensor.is_contiguous() or before[3].is_contiguous())
             if not is_beside and (holders(name) is None or holders(name) != holders(before[2])):
                 rule = "They are two tensors in one memory, which each rank's part of the module would separate"
-                fix = "Tie weights as one nn.Parameter (self.a.weight = self.b.weight), or give one a copy (.clone())"
+                fix = (
+                    "Tie weights as one nn.Parameter (self.a.weight = self.b.weight), or give one a copy (.clone()); "
+                    "where a tensor is to follow a weight, keep the parameter itself"
+                )
                 raise ConfigError(name, f"the memory of {before[2]}", rule, fix)
         if before is None or stop > before[1]:
             before = (start, stop, name, tensor)

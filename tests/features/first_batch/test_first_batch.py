@@ -121,7 +121,7 @@ def _told(rank: int, world: int) -> dict[str, list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run.trainer(max_steps=2, use_distributed_sampler=False).fit(Lossy(name), run.loader(samples))
-        found[name] = [str(one.message) for one in caught if "the first two microbatches" in str(one.message)]
+        found[name] = [str(one.message) for one in caught if "the loss of the first two" in str(one.message)]
     return found
 
 
@@ -146,6 +146,7 @@ class Logging(Toy):
         self.log("constant", 0.1)
         self.log("sum that is summed", sizes.sum(), reduce_fx="sum")
         self.log("largest", sizes.max(), reduce_fx="max")
+        self.log("largest loss", loss, reduce_fx="max")
         self.log_dict({"sum": sizes.sum(), "count": len(sizes), "root": sizes.mean() ** 0.5})
         self.log("mean that is summed", sizes.mean(), reduce_fx="sum")
         self.log("object", self.accuracy(self(batch), batch["label"]))
@@ -164,10 +165,12 @@ def _told_of_logs(rank: int, world: int) -> list[str]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_number_that_microbatches_log_otherwise_than_the_batch_is_told_of_once(world: int) -> None:
     said = [text for rank in call_ranks(world, _told_of_logs, world) for text in rank]
-    names = ["sum", "count", "root", "mean that is summed", "computed"]
+    names = ["largest loss", "sum", "count", "root", "mean that is summed", "computed"]
     assert [text.partition("'")[2].partition("'")[0] for text in said] == names
-    assert all('say reduce_fx="sum"' in text for text in said[:2])
-    assert all("torchmetrics.Metric" in text for text in said[2:])
+    assert all(
+        ('say reduce_fx="sum"' in text) == (name in ("sum", "count")) for name, text in zip(names, said, strict=True)
+    )
+    assert all("torchmetrics.Metric" in text for text in (said[0], *said[3:]))
 
 
 class Evaluating(Toy):
@@ -176,6 +179,7 @@ class Evaluating(Toy):
     def __init__(self) -> None:
         super().__init__()
         self.seen = torch.zeros(4).double()
+        self.average, self.moving, self.samples = 1.0, torch.ones(()).double(), 0
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         sizes = batch["images"].norm(dim=1)
@@ -184,6 +188,9 @@ class Evaluating(Toy):
         self.log("sum that is summed", sizes.sum(), reduce_fx="sum")
         self.log_dict({"sum": sizes.sum(), "count": len(sizes)})
         self.last_rows, self.last_counts = sizes, batch["images"][:, :4].sum(0)
+        self.average = 0.9 * self.average + 0.1 * float(sizes.mean())
+        self.moving = 0.9 * self.moving + 0.1 * sizes.mean()
+        self.samples += len(sizes)
         self.seen = self.seen + batch["images"][:, :4].sum(0)
         kept = {"names": ["a"] * len(sizes), "count": len(sizes), "mean": sizes.mean(), "batch": batch_idx}
         guessed = {"counts": batch["images"][:, :4].sum(0), "sizes": [1.0, 2.0, 3.0, 4.0], "sum": sizes.sum()}
@@ -215,7 +222,8 @@ def test_what_evaluation_logs_or_any_step_returns_otherwise_than_for_the_batch_i
     said = [text for rank in call_ranks(world, _told_of_evaluation, world) for text in rank]
     names = ["'sum'", "'count'", *(f"what it returns['{name}']" for name in ("counts", "sizes", "sum"))]
     evaluated = [
-        [f"{step}: {name}" for name in (*names, "self.last_counts")] for step in ("validation_step", "test_step")
+        [f"{step}: {name}" for name in (*names, "self.last_counts", "self.average", "self.moving")]
+        for step in ("validation_step", "test_step")
     ]
     assert said == [
         *evaluated[0],
@@ -241,6 +249,8 @@ class Remembering(nn.Module):
                 self.counted = self.counted + 1
                 self.constant.fill_(3.0)
                 self.norm(features)
+        else:
+            self.counted = self.counted + 1
         return features
 
 
@@ -250,6 +260,7 @@ def _told_of_buffers(rank: int, world: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.trainer(max_steps=2, use_distributed_sampler=False).fit(module, run.loader(16))
+        run.trainer().validate(module, run.loader(16), verbose=False)
     return [str(one.message) for one in caught if "is written for each microbatch" in str(one.message)]
 
 
@@ -257,8 +268,9 @@ def _told_of_buffers(rank: int, world: int) -> list[str]:
 def test_a_buffer_in_which_microbatches_leave_something_else_than_the_batch_is_told_of_once(world: int) -> None:
     """all: rank 0 | vision: rank 0, language: rank 1"""
     said = [text for rank in call_ranks(world, _told_of_buffers, world) for text in rank]
-    assert len(said) == 1
-    assert "the buffer 'encoder.projector.1.counted' (and 1 more)" in said[0]
+    assert len(said) == 2
+    assert "training_step: the buffer 'encoder.projector.1.counted' (and 1 more)" in said[0]
+    assert re.search(r"^validation_step: the buffer .*1.counted' is .* Write to it in on_validation_batch_end", said[1])
 
 
 class Averaging(Toy):

@@ -47,6 +47,15 @@ def keeps_a_live_buffer(toy: Toy) -> None:
     toy.register_buffer("probe", toy.decoder.layers[0].up.weight.detach()[2:4])
 
 
+def keeps_data_in_an_attribute(toy: Toy) -> None:
+    toy.before = {"up": [toy.decoder.layers[0].up.weight.data]}
+
+
+def keeps_itself_and_a_copy_in_attributes(toy: Toy) -> None:
+    weight = toy.decoder.layers[0].up.weight
+    toy.weights, toy.before = [weight], weight.detach().clone()
+
+
 def ties_frozen(toy: Toy) -> None:
     ties_data(toy)
     toy.decoder.requires_grad_(False)
@@ -62,7 +71,7 @@ def takes_columns_of_one_tensor(toy: Toy) -> None:
 
 
 @pytest.mark.parametrize("layout", ["stages", "rows"])
-@pytest.mark.parametrize("ties", [ties_data, ties_transposed, keeps_a_live_buffer])
+@pytest.mark.parametrize("ties", [ties_data, ties_transposed, keeps_a_live_buffer, keeps_data_in_an_attribute])
 def test_a_parameter_in_the_memory_of_another_tensor_is_refused(layout: str, ties: Callable[[Toy], Any]) -> None:
     with pytest.raises(ConfigError, match=r"the memory of decoder\.layers\.0\.up\.weight.*nn\.Parameter"):
         check(layout, ties)
@@ -75,6 +84,8 @@ def test_two_parameters_of_one_stage_may_share_memory_and_two_of_rows_may_not() 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ties", [ties_frozen, ties_as_one, takes_columns_of_one_tensor])
+@pytest.mark.parametrize(
+    "ties", [ties_frozen, ties_as_one, takes_columns_of_one_tensor, keeps_itself_and_a_copy_in_attributes]
+)
 def test_values_that_no_update_shares_run(layout: str, ties: Callable[[Toy], Any]) -> None:
     check(layout, ties)

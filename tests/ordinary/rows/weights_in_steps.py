@@ -81,3 +81,61 @@ class CountsAfter(Counting):
         loss = super().training_step(batch, batch_idx)
         self.decoder.layers[0].count += batch["label"].numel()
         return loss
+
+
+@row(SECTION, "a weight decays in `validation_step`, after the loss", slots=["validation"])
+class DecaysInValidation(Ordinary):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        with torch.no_grad():
+            self.decoder.layers[0].up.weight.mul_(0.9)
+
+
+@row(SECTION, "a copy of a weight is kept by the step, and compared in `on_train_batch_end`", slots=["step"])
+class KeepsCopy(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.before = self.decoder.layers[3].up.weight.detach().clone()
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float((self.decoder.layers[3].up.weight - self.before).norm()))
+
+
+@row(SECTION, "`weight.data` is kept in `on_train_start`, and scaled in the step", slots=["step"])
+class KeepsData(Ordinary):
+    def on_train_start(self) -> None:
+        self.kept = [self.decoder.layers[0].up.weight.data]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.kept[0].mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+@row(SECTION, "a weight is scaled through its array of numpy in the step", slots=["step"])
+class ScalesArray(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        array = self.encoder.patch.weight.detach().numpy()
+        array *= 0.9
+        return super().training_step(batch, batch_idx)
+
+
+@row(SECTION, "weights are scaled through arrays of numpy in `on_train_batch_end`")
+class ScalesArraysInHook(Ordinary):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for weight in self.decoder.parameters():
+            array = weight.detach().numpy()
+            array *= 0.99
+
+
+@row(SECTION, "`validation_step` averages outputs of weights with noise, and puts them back", slots=["validation"])
+class NoisyValidation(Ordinary):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        weight, losses = self.decoder.head.weight, []
+        before = weight.detach().clone()
+        for size in (0.01, 0.02):
+            with torch.no_grad():
+                weight.add_(size)
+            losses.append(self.loss(batch))
+            with torch.no_grad():
+                weight.copy_(before)
+        self.log("val_loss", torch.stack(losses).mean(), sync_dist=True)
