@@ -42,11 +42,11 @@ if TYPE_CHECKING:
         TensorOptions,
     )
     from lightning_mm5d.context_parallel.hooks.context_mask import multimodal_mask
-    from lightning_mm5d.data.budgets import BudgetBatchSampler, BudgetStream
     from lightning_mm5d.data.lazy import LazyTensor
     from lightning_mm5d.expert_parallel import ExpertParallelPlan, register_expert_parallel_plan
     from lightning_mm5d.features.deferred_init.pretrained import from_pretrained
     from lightning_mm5d.features.throughput.feature import ModalityThroughput
+    from lightning_mm5d.models.budgets import BudgetBatchSampler, BudgetStream
     from lightning_mm5d.models.collating import MultimodalCollator
     from lightning_mm5d.models.modality_encoder import ModalityEncoder
     from lightning_mm5d.models.multimodal_config import MultimodalConfig
@@ -109,8 +109,8 @@ __all__ = [
 
 _HOMES = {
     "BatchingOptions": "config.groups",
-    "BudgetBatchSampler": "data.budgets",
-    "BudgetStream": "data.budgets",
+    "BudgetBatchSampler": "models.budgets",
+    "BudgetStream": "models.budgets",
     "CheckpointCorruptError": "config.errors",
     "CheckpointOptions": "config.groups",
     "CheckpointUntrustedError": "config.errors",

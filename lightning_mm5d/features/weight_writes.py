@@ -93,7 +93,7 @@ class _Step(AroundStep):
         by_value: Sequence[str],
     ) -> None:
         self._weights, self._names, self._buffers, self._by_value = weights, names, buffers, by_value
-        self._step, self._written, self._name = step, step.weights_written, step.name
+        self._step, self._written = step, step.weights_written
         self._norms = dict[str, Tensor]()  # of those that runs have written to
         self._counts = dict[str, int]()
 
@@ -137,9 +137,8 @@ class _Step(AroundStep):
 
     def _refusal(self, name: str, why: str) -> ConfigError:
         rule = f"The step runs for each microbatch and stage, {why}"
-        hook = f"on_{self._name.replace('ing', '').removesuffix('_step')}_batch"
-        fix = f"Write in {hook}_start or {hook}_end, which run once and see all weights"
-        return ConfigError(self._name, f"a write to {name!r}", rule, fix)
+        fix = f"Write in {self._step.hooks}_start or {self._step.hooks}_end, which run once and see all weights"
+        return ConfigError(self._step.name, f"a write to {name!r}", rule, fix)
 
     def _versions(self) -> dict[str, tuple[int, int]]:
         with plain():

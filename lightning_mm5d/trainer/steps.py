@@ -282,8 +282,7 @@ class Steps:
         for name in sorted({*result.weights_written} - step.weights_written):
             if name in self._plan.partition.owners and self._rank in ownership.ranks_holding(name):
                 rule = "The step ends before that on a rank that holds it, with its layers"
-                hook = f"on_{step.name.replace('ing', '').removesuffix('_step')}_batch"
-                fix = f"Write in {hook}_start or {hook}_end, which all ranks run"
+                fix = f"Write in {step.hooks}_start or {step.hooks}_end, which all ranks run"
                 raise ConfigError(step.name, f"a write to {name!r}", rule, fix)
 
     def _check_unfrozen(self, before: frozenset[str]) -> None:

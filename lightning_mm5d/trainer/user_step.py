@@ -259,6 +259,11 @@ class UserStep:
             yield
 
     @property
+    def hooks(self) -> str:
+        """What the names of its batch's hooks begin with: ``on_train_batch``."""
+        return f"on_{self.name.replace('ing', '').removesuffix('_step')}_batch"
+
+    @property
     def is_split(self) -> bool:
         """Whether a replica that this rank serves has several microbatches."""
         return any(len(parts) > 1 for parts in self.microbatches.values())

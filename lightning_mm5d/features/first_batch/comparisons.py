@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_mm5d.data.joining import merge
 from lightning_mm5d.features.first_batch.joined_step import JoinedStep
 from lightning_mm5d.trainer.logs import merged_value
+from lightning_mm5d.trainer.user_step import UserStep
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -121,15 +122,10 @@ def _compare_numbers(step: JoinedStep, rounding: float) -> None:
         if _differ(other[name], joined[name], rounding) and not _differ(one[name], again[name], rounding * _LEAST):
             warnings.warn(
                 f"{step.name}: self.{name} is {joined[name]:.6g} after the first two microbatches as one batch, and "
-                f"{other[name]:.6g} after one and the other. Set it in {hook_after(step.name)}, or set "
+                f"{other[name]:.6g} after one and the other. Set it in {step.hooks}_end, or set "
                 "num_microbatches: 1.",
                 stacklevel=2,
             )
-
-
-def hook_after(step: str) -> str:
-    """Return the hook that follows the batch of a step."""
-    return f"on_{step.replace('ing', '').removesuffix('_step')}_batch_end"
 
 
 def unlike_buffers(module: LightningModule, step: JoinedStep) -> set[str]:
@@ -158,13 +154,13 @@ def _moves_on(first: Tensor, second: Tensor, whole: Tensor) -> bool:
     return not torch.allclose(second, whole, rtol=0.0, atol=few * float(whole.abs().max()), equal_nan=True)
 
 
-def tell_of_buffers(step: str, names: Collection[str]) -> None:
+def tell_of_buffers(step: UserStep, names: Collection[str]) -> None:
     """Warn of buffers in which the microbatches of a step leave something else than the batch."""
     if names:
         more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         warnings.warn(
-            f"{step}: the buffer {min(names)!r}{more} is written for each microbatch, and two leave something else in "
-            f"it than both as one batch. Write to it in {hook_after(step)}, or set num_microbatches: 1.",
+            f"{step.name}: the buffer {min(names)!r}{more} is written for each microbatch, and two leave something "
+            f"else in it than both as one batch. Write to it in {step.hooks}_end, or set num_microbatches: 1.",
             stacklevel=2,
         )
 

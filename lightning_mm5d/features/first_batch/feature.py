@@ -117,7 +117,7 @@ class _Checks(Attached):
         dist.all_reduce(unseen, dist.ReduceOp.MAX)
         if unseen:
             unlike |= self._unlike(self._run(first, joined, written))
-        tell_of_buffers(first.name, unlike)
+        tell_of_buffers(step, unlike)
 
     def _unlike(self, step: JoinedStep) -> set[str]:
         """Return what this rank saves, and microbatches leave otherwise than both as one."""
