@@ -108,14 +108,14 @@ class _Step(AroundStep):
         before, values = self._versions(), self._values()
         with written(self._weights, self._names) as names, order as early:
             yield
-        self._written |= {name for name, one in self._versions().items() if one != before[name]}
+        self._written |= {name: 1 for name, one in self._versions().items() if one != before[name]}
         found = names()
         for name, (place, norm) in self._values().items():
             was_at, was = values.get(name, (None, norm))
             if place == was_at and name not in found and not _are_equal(norm, was):
                 raise self._refusal(name, "and a write past torch leaves no trace, so that ranks cannot take it over")
         for name, count in found.items():
-            self._written.add(name)
+            self._written[name] = max(count, self._written.get(name, 0))
             if is_remote(self._weights[name]):
                 continue
             if self._counts.setdefault(name, count) != count:

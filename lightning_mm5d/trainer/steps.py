@@ -279,7 +279,9 @@ class Steps:
     def _check_written(self, result: StepResult, step: UserStep) -> None:
         """Refuse a step that wrote to what this rank holds where it ends, and here had ended before."""
         ownership = self._plan.ownership
-        for name in sorted({*result.weights_written} - step.weights_written):
+        for name, count in result.weights_written.items():
+            if count <= step.weights_written.get(name, 0):
+                continue
             if name in self._plan.partition.owners and self._rank in ownership.ranks_holding(name):
                 rule = "The step ends before that on a rank that holds it, with its layers"
                 fix = f"Write in {step.hooks}_start or {step.hooks}_end, which all ranks run"
@@ -502,7 +504,7 @@ class Steps:
         ]
         if len(samples) > 1 and step.ended == [*range(len(samples))]:
             values.join(samples)
-        stops, written = self._module.trainer.should_stop, sorted(step.weights_written)
+        stops, written = self._module.trainer.should_stop, dict(sorted(step.weights_written.items()))
         return StepResult(loss, outputs, logs, kept=values.changes(), stops=stops, weights_written=written)
 
     def _share(self, numbers: Iterable[int], merged: StepResult | None) -> dict[int, StepResult]:

@@ -73,7 +73,7 @@ class StepResult:
         fails: whether a pipeline could not run it, so that it has nothing else.
         kept: what the step changed in attributes of the module, see `KeptValues.changes`.
         stops: whether the step has asked the trainer to stop.
-        weights_written: names of parameters that the step wrote to.
+        weights_written: how often each run of the step wrote to which parameters and buffers, by name.
     """
 
     loss: Tensor | None = None
@@ -83,7 +83,7 @@ class StepResult:
     fails: bool = False
     kept: list[Any] = field(default_factory=list)
     stops: bool = False
-    weights_written: list[str] = field(default_factory=list)
+    weights_written: dict[str, int] = field(default_factory=dict)
 
     def check_equal(self, shared: StepResult) -> None:
         """Refuse a loss or log that differs from the one of another rank with the same last layers.
@@ -199,7 +199,7 @@ class UserStep:
         scopes: what belongs to one microbatch at a time.
         kept: what the step keeps in attributes of the module, which is marked where a microbatch ends.
         ended: indices of the microbatches that have ended, in their order.
-        weights_written: names of parameters that it wrote to on this rank, where these are watched.
+        weights_written: how often each run on this rank wrote to which parameters and buffers, where these are watched.
     """
 
     trains = False
@@ -232,7 +232,7 @@ class UserStep:
         self.scopes: Sequence[Scope] = [capture]
         self.kept: KeptValues | None = None
         self.ended: list[int] = []
-        self.weights_written = set[str]()
+        self.weights_written = dict[str, int]()
 
     def structure(self, batch: Any) -> Hashable:
         """Return a key that is equal for batches of equal nesting, dtypes and numbers of dims, whatever their sizes."""

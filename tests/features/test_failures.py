@@ -114,6 +114,18 @@ class WritesHead(Toy):
         return loss
 
 
+class Perturbed(Toy):
+    """Computes the loss while a weight is twice as large, which the first stage does not see the end of."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight = self.encoder.patch.weight
+        before = weight.detach().clone()
+        weight.data.mul_(2)
+        loss = self.loss(batch)
+        weight.data.copy_(before)
+        return loss
+
+
 class NotANumber(Toy):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch) * float("nan")
@@ -173,6 +185,12 @@ def test_a_refusal_of_one_rank_is_a_config_error_on_all() -> None:
             torch.distributed.destroy_process_group()
 
     together(PIPE, scene)
+
+
+def test_a_rank_that_ends_between_two_writes_to_a_weight_refuses_them() -> None:
+    """vision: rank 0; language: rank 1"""
+    found = errors(PAIR, fit(Perturbed, num_sanity_val_steps=0), num_microbatches=1)
+    assert all("a write to 'encoder.patch.weight'" in error for error in found), found
 
 
 def nan_losses(run: Run) -> tuple[float, int]:
