@@ -142,8 +142,9 @@ def fit(
     world: int,
     *callbacks: Callback,
     accelerator: Any = "cpu",
+    **options: Any,
 ) -> None:
-    """Train `module` for one epoch with nothing else switched on."""
+    """Train `module` for one epoch with nothing else switched on but `options` of the trainer."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
@@ -159,6 +160,7 @@ def fit(
             enable_model_summary=False,
             use_distributed_sampler=False,  # every side gets exactly the batches that it was given
             callbacks=list(callbacks),
+            **options,
         )
         trainer.fit(module, loader)
 
