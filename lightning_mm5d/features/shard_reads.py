@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
 from lightning_mm5d.schedule import Action
-from lightning_mm5d.sharded.remote_value import TELLING, is_remote
+from lightning_mm5d.sharded.remote_value import LIKE, TELLING, is_remote
 from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.stage import Run
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
@@ -31,6 +31,8 @@ from lightning_mm5d.trainer.feature import Attached, Feature, Running
 _DIM_AT = dict.fromkeys(("sum", "mean", "prod", "std", "var", "amax", "amin", "max", "min", "logsumexp", "median"), 1)
 _DIM_AT |= dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "quantile", "normalize"), 2)
 """where the dim is among the arguments of a reduction"""
+_APART = {*TELLING, *LIKE, Tensor.new_tensor}
+"""whose results do not depend on the values of a weight"""
 
 
 class ShardReads(Feature):
@@ -97,7 +99,7 @@ class Reads(TorchFunctionMode):
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)] if func not in TELLING else []
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)] if func not in _APART else []
         names = {self._made[id(one)][0] if id(one) in self._made else None for one in tensors}
         if len(names) != 1 or None in names:
             return func(*args, **kwargs)

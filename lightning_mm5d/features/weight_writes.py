@@ -73,7 +73,9 @@ class _Watched(Attached, AroundSteps):
         methods = [one for cls in own for _, one in own_functions(cls)]
         speaks = any(not _NUMPY.isdisjoint(names_in(one) or ()) for one in methods)
         gathers = any(one.sharding.reshard_after_forward for one in running.plan.modalities.values())
-        self._by_value = [*self._weights] if speaks and running.device.type == "cpu" and not gathers else []
+        is_watched = speaks and running.device.type == "cpu" and not gathers
+        floats = [name for name, one in self._weights.items() if one.is_floating_point() and one.itemsize > 1]
+        self._by_value = floats if is_watched else []
         running.engine.around.append(self)
 
     def step(self, course: Course) -> AroundStep | None:

@@ -378,6 +378,7 @@ class Monitor:
         with self._lock:
             if not self._left:
                 self._interrupted = self._position().get("thread") or self._main
+                kind = RankLostError if issubclass(kind, RankLostError) else kind  # which code of users may not expect
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._interrupted), ctypes.py_object(kind))
 
     def _end_children(self) -> None:

@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from difflib import get_close_matches
 from functools import partial
 from multiprocessing.connection import Connection
@@ -54,6 +54,7 @@ from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_set
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
+from lightning_mm5d.checkpoint.full_file import FullFileIO
 from lightning_mm5d.config.errors import ConfigError, RankLostError, did_you_mean, private
 from lightning_mm5d.monitor.board import ended_how, state_of
 from lightning_mm5d.monitor.monitor import ERRORS
@@ -198,7 +199,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         _validate(self._strategy, trainer, args[1:])
         if not self.cluster_environment.creates_processes_externally:  # else ranks meet first, and compare
-            _check_checkpoint(function, *args, **kwargs)
+            check_checkpoint(self._strategy, trainer, function, *args, **kwargs)
         _choose_port(self.cluster_environment)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         # a rank alone gets no variables either, by which a later trainer would take itself for one of several
@@ -223,7 +224,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         strategy = cast(LaunchedStrategy, self._strategy)
         _validate(strategy, trainer, args[1:])
-        _check_checkpoint(function, *args, **kwargs)
+        check_checkpoint(strategy, trainer, function, *args, **kwargs)
         assert strategy.cluster_environment is not None
         _end_run_of_one_rank(strategy.num_nodes)
         _choose_port(strategy.cluster_environment)
@@ -413,15 +414,27 @@ def _validate(strategy: LaunchedStrategy, trainer: Trainer | None, data: tuple[A
         raise
 
 
-def _check_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Refuse a checkpoint that is not there; words of Lightning and addresses are looked up later."""
+def check_checkpoint(
+    strategy: Any, trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> None:
+    """Refuse a checkpoint that is not there; words of Lightning and addresses are looked up later.
+
+    So is what a plugin reads, or `prepare_data` may fetch, and what other nodes have.
+    """
     path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
     words = "best" if path is None else os.fspath(path)
-    if words.partition(":")[0] in ("best", "last", "hpc", "registry") or "://" in words:
+    if words.partition(":")[0] in ("best", "last", "hpc", "registry") or "://" in words or strategy.num_nodes > 1:
         return
-    place = resolve(words)
+    prepares = [type(one).prepare_data for one in (strategy.lightning_module, trainer and trainer.datamodule) if one]  # type: ignore[attr-defined]
+    is_own = all(one.__module__.partition(".")[0] in ("lightning", "pytorch_lightning") for one in prepares)
+    if type(strategy.checkpoint_io) is not FullFileIO or not is_own:
+        return
+    place = resolve(os.path.expanduser(words))
     if not os.path.lexists(place):
-        near = get_close_matches(place.name, os.listdir(place.parent) if place.parent.is_dir() else [], cutoff=0.0)
+        beside = list[str]()
+        with suppress(OSError):
+            beside = os.listdir(place.parent)
+        near = get_close_matches(place.name, beside, cutoff=0.0)
         fix = did_you_mean(place.name, near) if near else f"Name one that exists; {str(place.parent)!r} has none"
         raise ConfigError("ckpt_path", words, "There is no such checkpoint", fix)
 

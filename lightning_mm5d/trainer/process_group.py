@@ -238,7 +238,8 @@ def connect(
     """
     _keep_garbage_in_forks()
     if dist.is_initialized():
-        if backend_of(device) is None:
+        carries = backend_of(device) or (device.type != "cuda" and backend_of(torch.device("cpu")))
+        if not carries:
             has = dist.get_backend_config()
             rule = f"This process has a process group already, for {has}, which carries no tensors of {device.type}"
             fix = "Call torch.distributed.destroy_process_group() before, or begin with 'cpu:gloo,cuda:nccl'"

@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor, nn
 
 from features.toys import PAIR, PIPE, SHARED, TWINS, Layout, Run, Samples, Scenario, Toy, together
+from lightning_mm5d.checkpoint.full_file import FullFileIO
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.trainer.launch import check_checkpoint
 
 
 def errors(layout: Layout, scenario: Scenario, **options: Any) -> list[str]:
@@ -215,6 +219,35 @@ def test_a_checkpoint_that_is_missing_is_refused_before_any_process_starts(tmp_p
         Run(PIPE).trainer().fit(Toy(), ckpt_path=tmp_path / "lost.ckpt")
     with pytest.raises(ConfigError, match=r"no such checkpoint. Name one that exists; '.*nowhere' has none"):
         Run(PIPE).trainer().validate(Toy(), ckpt_path=tmp_path / "nowhere" / "lost.ckpt")
+
+
+class Fetching(Toy):
+    def prepare_data(self) -> None:
+        """May fetch a checkpoint."""
+
+
+class OwnStore(TorchCheckpointIO):
+    """Knows checkpoints by other names than paths."""
+
+
+def test_a_checkpoint_that_may_be_elsewhere_is_looked_for_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ranks: none"""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.ckpt").touch()
+    usual = {"num_nodes": 1, "checkpoint_io": FullFileIO(), "lightning_module": Toy()}
+    for path, differs in (
+        ("~/run.ckpt", {}),
+        ("last", {}),
+        ("s3://bucket/run.ckpt", {}),
+        ("run-42", {"checkpoint_io": OwnStore()}),
+        ("lost.ckpt", {"lightning_module": Fetching()}),
+        ("lost.ckpt", {"num_nodes": 2}),
+    ):
+        check_checkpoint(SimpleNamespace(**usual | differs), None, lambda ckpt_path: None, path)
+    with pytest.raises(ConfigError, match="no such checkpoint"):
+        check_checkpoint(SimpleNamespace(**usual), None, lambda ckpt_path: None, "lost.ckpt")
 
 
 def test_too_many_microbatches_are_refused_before_any_process_starts() -> None:

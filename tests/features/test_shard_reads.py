@@ -53,7 +53,8 @@ def test_a_copy_that_a_step_keeps_is_refused() -> None:
         product = F.linear(torch.ones(1, 2), weight)
         sizes = torch.histc(copy, 4)
         array = weight.detach().numpy()
-    watched.check_kept({"weights": [weight], "product": product})
+        total, device = weight.new_zeros(()), weight.new_tensor([1.0])
+    watched.check_kept({"weights": [weight], "product": product, "total": total, "device": device})
     for kept in (copy, sizes, array):
         with pytest.raises(ConfigError, match=r"what is made of 'layer.weight' in self.old"):
             watched.check_kept({"old": {"layer.weight": kept}})

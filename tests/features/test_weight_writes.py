@@ -137,6 +137,22 @@ class PastTorch(Toy):
         return self.loss(batch) + 0 * torch.from_numpy(np.ones(1)).sum()
 
 
+class Quantised(Toy):
+    """Has a weight of integers, and speaks of numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
+
+    def on_train_epoch_end(self) -> None:
+        np.mean([1.0])
+
+
+def test_weights_that_have_no_norm_are_left_alone() -> None:
+    """the whole model: rank 0"""
+    run_ranks(1, lambda rank: Run(ALONE).trainer(max_steps=1).fit(Quantised(), Run(ALONE).training(), Run().loader(8)))
+
+
 ALONE = Layout({"model": Modality()}, 1)
 REPEATABLE = {"a clamp before", "a norm before", "other values for a time"}
 REPEATABLE |= {"an evaluation with other values for a time"}

@@ -24,7 +24,7 @@ from features.shared_experts import composed_training
 from features.shared_experts.composed_training import Composition
 from features.toys import CLASSES, PAIR, PIPE, SHARED, Layout, Run, Toy, alone, figures
 from lightning_mm5d import ConfigError, Modality
-from lightning_mm5d.features.sharded_checkpoints.own_shards import HostCopies, Item
+from lightning_mm5d.features.sharded_checkpoints.own_shards import Item, PieceCopies
 from lightning_mm5d.trainer.steps import Steps
 from parity.harness import fit, strategy
 from ranks import run_ranks
@@ -252,13 +252,14 @@ def copied_beside(rank: int) -> list[bool]:
         optimizer.step()
 
     step()
-    copies, found = HostCopies(beside=True), list[bool]()
+    copies, found = PieceCopies(beside=True), list[bool]()
     for _ in range(2):
         states = [Item.whole(key, value) for key, value in optimizer.state[weight].items()]
         items = [Item.whole("weight", weight.detach())]
         values = [one.tensor.cpu().clone() for one in (*items, *states)]
-        taken = copies.take(items, states, [optimizer])
+        taken = copies.take(items, states)
         found.append(torch.equal(taken[0].tensor, values[0]))
+        copies.await_on_device()
         step()
         copies.ready()
         found.append(all(torch.equal(one.tensor, value) for one, value in zip(taken, values, strict=True)))

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 
-from lightning_mm5d.config.errors import ConfigError, RankMismatchError, RemoteParameterError
+from lightning_mm5d.config.errors import ConfigError, RankLostError, RankMismatchError, RemoteParameterError
 from lightning_mm5d.expert_parallel import parameters_of
 from lightning_mm5d.features.full_views.full_states import (
     Awaited,
@@ -454,6 +454,8 @@ class _FullViews(Attached):
         assert self._buffers is not None
         try:
             sources = self._buffers.sources(self._wire)
+        except RankLostError:
+            raise
         except ConfigError:  # it has no value anywhere, and raises where it is read
             sources = {}
         for path, module in self._module.named_modules():

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.plan.holdings import DataShards, Holding, Holdings, Part, narrowed
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.sharded.remote_value import TELLING, is_remote, plain
+from lightning_mm5d.sharded.remote_value import TELLING, plain
 from lightning_mm5d.stage.payload import NotSent
 
 _BUCKET_BYTES = 64 * 2**20
@@ -218,11 +218,14 @@ def check_kept(owner: Any, forms: Iterable[Form]) -> None:
         ConfigError: names attribute and parameter.
     """
     with plain():
-        shown = {form.shown: form.name for form in forms if form.parameter.data_ptr() == form.shown}
+        shown = {form.shown: form.name for form in forms if form.shown and form.parameter.data_ptr() == form.shown}
     for key, value in vars(owner).items() if shown else ():
         for one in tree_leaves(value):
-            is_plain = isinstance(one, Tensor) and not isinstance(one, nn.Parameter) and not is_remote(one)
-            if is_plain and one.layout == torch.strided and (name := shown.get(one.untyped_storage().data_ptr())):
+            if (
+                type(one) is Tensor
+                and one.layout == torch.strided
+                and (name := shown.get(one.untyped_storage().data_ptr()))
+            ):
                 rule = "It follows the parameter on one process; here it would stay as the hook has seen it"
                 fix = "Keep the parameter itself, or a copy: .detach().clone()"
                 raise ConfigError(f"{type(owner).__name__}.{key}", f"the memory of {name!r}", rule, fix)

@@ -30,9 +30,9 @@ from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDire
 from lightning_mm5d.features.sharded_checkpoints.in_memory import HostMemory, Nodes
 from lightning_mm5d.features.sharded_checkpoints.own_shards import (
     AVERAGES,
-    HostCopies,
     OwnShards,
     Piece,
+    PieceCopies,
     Saved,
     labels_of,
     own_state,
@@ -188,7 +188,7 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
         self._waiting: SavedWeights | None = None  # to load once the module is cut
         every = fields["in_memory_every_n_steps"]
         self._memory = None if every is None else HostMemory(every)
-        self._memory_saves, self._memory_copies, self._is_for_memory = Saves(), HostCopies(beside=True), False
+        self._memory_saves, self._memory_copies, self._is_for_memory = Saves(), PieceCopies(beside=True), False
 
     # --- saving ---
 
@@ -221,7 +221,7 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
         save = made(reports, run.optimizers, run.fields)
         labels = [labels_of(optimizer, run.module) for optimizer in run.optimizers]
         save.announce(os.fspath(path), lambda: decide(checkpoint, shards, labels))
-        copies = self._memory_copies if memory is not None else HostCopies()
+        copies = self._memory_copies if memory is not None else PieceCopies()
         save.take(shards, copies if in_thread else None)
         saves.run(save, in_thread=in_thread)
 
@@ -236,7 +236,13 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
 
     def _save_in_memory(self, trainer: pl.Trainer) -> None:
         usual, self.in_shards, self._is_for_memory = self.in_shards, self, True
-        meet = put(trainer.strategy, "barrier", lambda *_: None)  # ranks hear of each other's files later
+        barrier = trainer.strategy.barrier
+
+        def later(name: str | None = None) -> None:  # ranks hear of each other's files later than Lightning's own one
+            if name != "Trainer.save_checkpoint":
+                barrier(name)
+
+        meet = put(trainer.strategy, "barrier", later)
         try:
             trainer.save_checkpoint("memory", weights_only=False)  # not the weights alone, but the states too
         finally:
@@ -263,7 +269,7 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
                 private(callback, "_link_checkpoint")
                 self._links.callback(put(callback, "_link_checkpoint", link_checkpoint))
         if self._memory is not None:
-            self._memory.attach(trainer, self._save_in_memory)
+            self._memory.attach(trainer, self._save_in_memory, self._memory_copies.await_on_device)
 
     @property
     @override
@@ -277,15 +283,16 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
 
     @override
     def close(self, *, failed: bool) -> None:
-        if self._memory is not None:
-            if not failed:
+        with ExitStack() as stack:
+            stack.callback(self._saves.close, failed=failed)
+            if self._memory is not None:
+                stack.callback(self._memory_copies.close)
+                stack.callback(self._memory.close, failed=failed)
+            self._links.close()
+            self._stand_ins.clear()
+            self._waiting = self._division = None
+            if self._memory is not None and not failed:
                 self._memory_saves.finish()
-            self._memory.close(failed=failed)
-            self._memory_copies.close()
-        self._links.close()
-        self._stand_ins.clear()
-        self._waiting = self._division = None
-        self._saves.close(failed=failed)
 
     # --- loading ---
 

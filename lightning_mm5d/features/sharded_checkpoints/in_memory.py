@@ -282,6 +282,7 @@ class FileServer(socketserver.ThreadingTCPServer):
     Args:
         folder: of the checkpoint.
         key: that a rank must know.
+        timeout: until the meeting point of ranks answers.
 
     Attributes:
         address: by which other nodes reach it.
@@ -289,10 +290,11 @@ class FileServer(socketserver.ThreadingTCPServer):
 
     daemon_threads, block_on_close = True, False
 
-    def __init__(self, folder: Path, key: str) -> None:
+    def __init__(self, folder: Path, key: str, timeout: timedelta) -> None:
         self.folder, self.key = folder, key
         meeting_point = os.environ["MASTER_ADDR"]
-        with socket.create_connection((meeting_point, int(os.environ["MASTER_PORT"]))) as connection:
+        store = meeting_point, int(os.environ["MASTER_PORT"])
+        with socket.create_connection(store, timeout.total_seconds()) as connection:
             host, there = connection.getsockname()[0], connection.getpeername()[0]
             self.address_family = connection.family
         is_there = host == there or ip_address(host).is_loopback
@@ -314,6 +316,7 @@ class _Served(socketserver.StreamRequestHandler):
     """Answers one rank, whose lines say the key, a file, and its first and last byte."""
 
     server: FileServer
+    timeout = 30.0  # seconds, of one that says nothing, as before it has said the key
 
     @override
     def handle(self) -> None:
@@ -322,7 +325,9 @@ class _Served(socketserver.StreamRequestHandler):
             if not secrets.compare_digest(str(key), self.server.key) or not is_file_name(name):
                 return
             with (self.server.folder / name).open("rb") as file:
-                self.connection.sendfile(file, start, stop - start)
+                if self.connection.sendfile(file, start, stop - start) != stop - start:
+                    return  # the file has ended before
+            self.connection.settimeout(None)
 
 
 class RemoteFiles:
@@ -356,12 +361,14 @@ class RemoteFiles:
                     raise ConnectionError("it has closed the connection")
                 memory = memory[count:]
         except OSError as error:
+            self.close()
             raise RankLostError(f"rank {self._rank} does not send {name} of a checkpoint in memory: {error}") from error
 
     def close(self) -> None:
         """Read nothing any more."""
         if self._connection is not None:
             self._connection.close()
+            self._connection = None
 
 
 class HostMemory:
@@ -451,7 +458,7 @@ class HostMemory:
         key = reports.hear("key")
         if nodes.is_first:
             (path / MANIFEST).write_text(self._manifest)  # in place of one whose writer was killed
-            self._served = FileServer(path, key)
+            self._served = FileServer(path, key, self._timeout)
             there = found_in(self._folder)[path.name]
             names = [name for name, one in files.items() if there.get(name) == one.size]
             reports.tell("serves", [self._served.address, names])
@@ -470,7 +477,7 @@ class HostMemory:
 
     # --- saving ---
 
-    def attach(self, trainer: pl.Trainer, save: Callable[[pl.Trainer], None]) -> None:
+    def attach(self, trainer: pl.Trainer, save: Callable[[pl.Trainer], None], await_copies: Callable[[], None]) -> None:
         """Save while `trainer` trains; collective."""
         if self._folder is None or self._nodes is None or self._callback is not None:
             return
@@ -478,7 +485,7 @@ class HostMemory:
             everybody = range(self._nodes.world_size)
             self._group = Groups(self._timeout).get(everybody, "checkpoints in memory", backend="gloo")
         self._end_serving()  # all ranks have loaded what they need before they make a group
-        self._trainer, self._callback = trainer, SaveInMemory(self._every, save)
+        self._trainer, self._callback = trainer, SaveInMemory(self._every, save, await_copies)
         vars(trainer)["callbacks"].insert(0, self._callback)
 
     def made(self, reports: RankReports, optimizers: Sequence[Optimizer], fields: Mapping[str, Any]) -> MemorySave:
@@ -518,10 +525,11 @@ class SaveInMemory(pl.Callback):
     Args:
         every: steps between two saves.
         save: of the run of a trainer.
+        await_copies: has the device copy states of optimizers before what it computes from then on.
     """
 
-    def __init__(self, every: int, save: Callable[[pl.Trainer], None]) -> None:
-        self._every, self._save, self._saved = every, save, -1
+    def __init__(self, every: int, save: Callable[[pl.Trainer], None], await_copies: Callable[[], None]) -> None:
+        self._every, self._save, self._await_copies, self._saved = every, save, await_copies, -1
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -529,6 +537,10 @@ class SaveInMemory(pl.Callback):
         if number != self._saved:
             self._saved = number
             self._save(trainer)
+
+    @override
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self._await_copies()
 
 
 def newest(nodes: Sequence[tuple[Mapping[str, Mapping[str, int]], Mapping[str, str]]]) -> tuple[str, str] | None:

@@ -366,15 +366,15 @@ def labels_of(optimizer: Optimizer, root: nn.Module) -> list[str]:
     return [label for label, _ in labelled(optimizer, root)]
 
 
-class HostCopies:
+class PieceCopies:
     """Copies of pieces in host memory, which the next save of the same pieces fills again.
 
     From a GPU they go to pinned memory, and the host does not wait before `ready`. They are copied in the order of what
-    the device computes, as a forward may write to them; but states of optimizers may go on a stream of their own, for
-    which the next step of an optimizer waits on the device.
+    the device computes, as a forward may write to them; but states of optimizers may go on a stream of their own, until
+    `await_on_device`, before an optimizer changes them.
 
     Args:
-        beside: whether states are copied beside what the device computes.
+        beside: whether states are copied beside what the device computes, and memory is pinned and kept.
     """
 
     def __init__(self, *, beside: bool = False) -> None:
@@ -382,15 +382,13 @@ class HostCopies:
         self._kept: dict[tuple[str, Box], Tensor] = {}
         self._stream: Any = None
         self._events: Sequence[Any] = ()
-        self._hooks: dict[int, Any] = {}  # by optimizer
 
-    def take(self, items: Sequence[Item], states: Sequence[Item], optimizers: Iterable[Optimizer]) -> list[Item]:
+    def take(self, items: Sequence[Item], states: Sequence[Item]) -> list[Item]:
         """Return items whose values are copies, for `ready` to wait for.
 
         Args:
             items: of the module.
-            states: of `optimizers`.
-            optimizers: whose steps change the states.
+            states: of optimizers, which nothing but their steps changes.
         """
         kept, self._kept = self._kept, {}
         on_device = [one.tensor for one in (*items, *states) if one.tensor.device.type == "cuda"]
@@ -409,9 +407,6 @@ class HostCopies:
             self._events = current.record_event(), self._stream.record_event()
         for tensor in on_device:
             tensor.record_stream(self._stream)  # its memory is not given away before it is copied
-        for optimizer in optimizers:
-            if id(optimizer) not in self._hooks:
-                self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._wait)
         return found
 
     def ready(self) -> None:
@@ -419,25 +414,22 @@ class HostCopies:
         for event in self._events:
             event.synchronize()
 
-    def close(self) -> None:
-        """Take no more copies, and give their memory away."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
-        self._kept.clear()
-
-    def _wait(self, *_: Any) -> None:
-        """Have the device copy states before an optimizer changes them."""
+    def await_on_device(self) -> None:
+        """Have the device copy states before what it computes from now on, and the host go on."""
         for event in self._events:
             torch.cuda.current_stream().wait_event(event)
 
+    def close(self) -> None:
+        """Take no more copies, and give their memory away."""
+        self._kept.clear()
+
     def _copied(self, item: Item, kept: dict[tuple[str, Box], Tensor]) -> Item:
         tensor, key = item.tensor.detach(), (item.name, item.box)
-        is_cuda = tensor.device.type == "cuda"
+        pins = self._beside and tensor.device.type == "cuda"
         host = kept.pop(key, None)
         if host is None or (host.shape, host.dtype) != (tensor.shape, tensor.dtype):
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_cuda)
-        self._kept[key] = host.copy_(tensor, non_blocking=is_cuda)
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pins)
+        self._kept[key] = host.copy_(tensor, non_blocking=pins)
         return replace(item, tensor=host)
 
 

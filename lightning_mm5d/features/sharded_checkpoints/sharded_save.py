@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from lightning_mm5d.checkpoint.rank_reports import RankReports
 from lightning_mm5d.config.errors import ConfigError, repeated
 from lightning_mm5d.features.sharded_checkpoints.directory import DirectoryWriter, sharding_metadata
-from lightning_mm5d.features.sharded_checkpoints.own_shards import HostCopies, Item, OwnShards
+from lightning_mm5d.features.sharded_checkpoints.own_shards import Item, OwnShards, PieceCopies
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.storage.files import WrittenFile
 from lightning_mm5d.storage.json_state import EncodedState, encode_state
@@ -187,7 +187,7 @@ class Save:
     def _made_writer(self, path: str, save_id: str) -> DirectoryWriter:
         return DirectoryWriter(path, save_id)
 
-    def take(self, shards: OwnShards, copies: HostCopies | None) -> None:
+    def take(self, shards: OwnShards, copies: PieceCopies | None) -> None:
         """Take this rank's pieces, as copies, or as views where there is nothing to copy to; phase 2.
 
         An error is kept, and told in phase 3.
@@ -209,7 +209,7 @@ class Save:
             if self._rest.objects:
                 rule = "States of optimizers are tensors and plain values"
                 raise ConfigError(f"{OPTIMIZERS}.{next(iter(self._rest.objects))}", "an object", rule, "Use another")
-            self._items = items + states if copies is None else copies.take(items, states, self.optimizers)
+            self._items = items + states if copies is None else copies.take(items, states)
         except Exception as error:
             self._failed = error
 

@@ -19,6 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from lightning_mm5d.checkpoint.rank_reports import RankReports
@@ -57,18 +58,25 @@ class ElasticStrategy(MultimodalStrategy):
                 lay_out(self, as_modalities(found["modalities"]), found["schedule"], found["microbatches"])
                 for one in data:
                     if isinstance(one, pl.LightningDataModule) and found["batch_size"] is not None:
-                        vars(one)["batch_size"] = found["batch_size"]
+                        _set_batch_size(one, found["batch_size"])
         super().validate_before_launch(module, *data, callbacks=callbacks)
 
     def _other_layout(self, module: pl.LightningModule, data: Sequence[Any]) -> dict[str, Any] | None:
         """Return what these ranks train by; None where they can have the given layout."""
+        self.raise_refused()
         try:
-            self.validate(module, *data)
+            assert self.layout.size  # raises where the sizes do not fill the world; what else is wrong is refused later
         except ConfigError as error:
             refused = error
         else:
             return None
-        job = self._job(module, data, refused)
+        try:
+            job = self._job(module, data, refused)
+        except Exception as error:  # of user code that is called or copied before its time
+            refused.add_note(
+                f"No other layout is searched, since module and data cannot be tried before the run: {error}"
+            )
+            raise refused from error
         usual = self.modalities[loss_modality_of(self.modalities)].dp_size
         with kept_random_state():  # data draw from it
             candidate, replica_batch = best(job, _cluster(self.num_nodes, self.num_processes), usual)
@@ -87,10 +95,35 @@ class ElasticStrategy(MultimodalStrategy):
         source = next((one for one in data if isinstance(one, pl.LightningDataModule)), None)
         if source is None and data and data[0] is not None:
             source = pl.LightningDataModule()
-            vars(source)["train_dataloader"] = lambda: deepcopy(data[0])
+            vars(source)["train_dataloader"] = lambda: _copied(data[0])
         elif source is not None:
-            source = deepcopy(source)
+            source = _copied(source)
         return Job(self, copy.to(DTYPES.get(precision)), self.modalities, source, precision, refused=refused)
+
+
+def _copied(data: Any) -> Any:
+    """Return a copy of a dataloader or a data module whose reading leaves it as it is; samples by index are shared."""
+    held = vars(data) if hasattr(data, "__dict__") else {}
+    shared = {id(held[name]): None for name in ("_iterator", "trainer") if held.get(name) is not None}
+    dataset = held.get("dataset")
+    if dataset is not None and not isinstance(dataset, IterableDataset):
+        shared[id(dataset)] = dataset
+    return deepcopy(data, shared)
+
+
+def _set_batch_size(data: pl.LightningDataModule, size: int) -> None:
+    """Have a data module make batches of `size` samples.
+
+    Raises:
+        ConfigError: its `batch_size` stays as it is.
+    """
+    if "batch_size" in data.hparams:
+        data.hparams["batch_size"] = size
+    with suppress(AttributeError):  # a property
+        data.batch_size = size  # type: ignore[attr-defined]
+    if data.batch_size != size:  # type: ignore[attr-defined]
+        rule = f"The layout for these ranks has batches of {size} samples, and the data module's cannot be set"
+        raise ConfigError("data.batch_size", data.batch_size, rule, "Keep it in an attribute")  # type: ignore[attr-defined]
 
 
 def with_layout(arguments: Sequence[str], file: Path) -> list[str]:

@@ -111,7 +111,9 @@ def measure(
     arguments = step_arguments(module, batch)
     forwards, backwards = list[dict[str, list[float]]](), list[dict[str, list[float]]]()
     grads = {parameter: parameter.grad for parameter in module.parameters()}
-    with watched(module, found.encoders, found.parts, clock.time), warnings.catch_warnings():
+    with watched(module, found.encoders, found.parts, clock.time), warnings.catch_warnings(), ExitStack() as stack:
+        for parameter, grad in grads.items():
+            stack.callback(setattr, parameter, "grad", grad)
         warnings.simplefilter("ignore")  # `self.log` warns without a trainer
         for _ in range(_WARMUP + _RUNS):
             clock.spent = {}
@@ -122,8 +124,6 @@ def measure(
             backwards.append(
                 {name: _shared(row, *_backward_of(name, row, found, backward)) for name, row in rows.items()}
             )
-    for parameter, grad in grads.items():
-        parameter.grad = grad
     both = medians(forwards[_WARMUP:]), medians(backwards[_WARMUP:])
     return {name: list(map(Measured, both[0][name], both[1][name])) for name in rows}
 

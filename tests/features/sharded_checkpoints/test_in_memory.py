@@ -69,7 +69,7 @@ def test_a_rank_reads_of_another_nodes_files_what_it_asks_for_and_nothing_withou
     with socket.create_server(("127.0.0.1", 0)) as meeting_point:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(meeting_point.getsockname()[1]))
-        server = FileServer(tmp_path, "key")
+        server = FileServer(tmp_path, "key", timedelta(seconds=10))
     remote, other = (RemoteFiles(0, server.address, key, timedelta(seconds=10)) for key in ("key", "another"))
     elsewhere = {name: partial(remote.read, name) for name in written}
     here = tmp_path / "here"

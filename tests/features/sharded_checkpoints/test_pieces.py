@@ -11,7 +11,7 @@ import torch
 from features.toys import LANGUAGE, PIPE, TWINS, VISION, Layout, Toy
 from layouts import build
 from lightning_mm5d import Modality
-from lightning_mm5d.features.sharded_checkpoints.own_shards import HostCopies, Item, OwnShards, Saved, pieces_of
+from lightning_mm5d.features.sharded_checkpoints.own_shards import Item, OwnShards, PieceCopies, Saved, pieces_of
 from lightning_mm5d.plan.plan import Plan
 
 DP = Layout({"vision": Modality(colocate_with="language", **VISION), "language": Modality(**LANGUAGE)}, 4, 4)
@@ -65,10 +65,10 @@ def test_replicas_write_equally_many_bytes() -> None:
 
 
 def test_copies_of_the_same_pieces_stay_in_the_same_memory_and_others_get_their_own() -> None:
-    weight, state, copies = torch.arange(12.0).reshape(3, 4), torch.ones(3), HostCopies(beside=True)
+    weight, state, copies = torch.arange(12.0).reshape(3, 4), torch.ones(3), PieceCopies(beside=True)
 
     def taken(*items: Item) -> list[torch.Tensor]:
-        return [one.tensor for one in copies.take(items, [Item.whole("state", state)], [])]
+        return [one.tensor for one in copies.take(items, [Item.whole("state", state)])]
 
     rows = Item("weight", weight[:, 1:3], ((0, 3), (1, 3)), (3, 4))
     first = taken(rows)
