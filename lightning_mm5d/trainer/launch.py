@@ -417,9 +417,20 @@ def _validate(strategy: LaunchedStrategy, trainer: Trainer | None, data: tuple[A
 def check_checkpoint(
     strategy: Any, trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> None:
-    """Refuse a checkpoint that is not there; words of Lightning and addresses are looked up later.
+    """Refuse a checkpoint that is not there, where this process alone can know that.
 
-    So is what a plugin reads, or `prepare_data` may fetch, and what other nodes have.
+    Words of Lightning and addresses are looked up later. So are checkpoints that a plugin reads, that `prepare_data` may
+    fetch, or that another node may have.
+
+    Args:
+        strategy: of the trainer.
+        trainer: whose method is called.
+        function: that method.
+        *args: its arguments.
+        **kwargs: the same.
+
+    Raises:
+        ConfigError: `ckpt_path` names nothing.
     """
     path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
     words = "best" if path is None else os.fspath(path)
