@@ -419,8 +419,8 @@ def check_checkpoint(
 ) -> None:
     """Refuse a checkpoint that is not there, where this process alone can know that.
 
-    Words of Lightning and addresses are looked up later. So are checkpoints that a plugin reads, that `prepare_data` may
-    fetch, or that another node may have.
+    Words of Lightning and addresses are looked up later. So are checkpoints that a plugin reads, that `prepare_data`
+    may fetch, or that another node may have.
 
     Args:
         strategy: of the trainer.

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,18 +28,18 @@ _PLAN = TensorParallelPlan(column={"up": ("width",)}, row={"down": ("width",)})
 
 
 class Single(Toy):
-    """In float32; it keeps what its layers compute with, and the losses."""
+    """In float32; keeps losses, and what its layers compute with, which attributes may not: it is shards."""
 
     def __init__(self) -> None:
         super().__init__()
         self.float()
-        self.seen: list[dict[str, Tensor]] = []
+        self.noted = SimpleNamespace(seen=[])
         self.losses: list[float] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         if batch_idx == 0:
             held = {name: one.detach() for name, one in self.named_parameters() if not is_remote(one)}
-            self.seen.append({name: one.clone() for name, one in held.items()})
+            self.noted.seen.append({name: one.clone() for name, one in held.items()})
         return super().training_step({**batch, "images": batch["images"].float()}, batch_idx)
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -54,7 +55,7 @@ def trained(run: Run, epochs: int = 5, **options: Any) -> dict[str, Any]:
     module = Single()
     trainer = run.trainer(max_epochs=epochs, gradient_clip_val=0.5, accumulate_grad_batches=2, **options)
     trainer.fit(module, run.training(32))
-    return {"losses": module.losses, "seen": module.seen, "weights": weights(module)}
+    return {"losses": module.losses, "seen": module.noted.seen, "weights": weights(module)}
 
 
 def in_turn(layouts: Mapping[str, Layout], scenario: Scenario, folder: Path = Path()) -> dict[str, list[Any]]:

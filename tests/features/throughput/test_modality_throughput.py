@@ -18,6 +18,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.groups import with_fields
 from parity.harness import strategy
 from ranks import call_ranks
+from sweeps import dealt
 from zoo import CASES, apply_freeze
 
 SAMPLES = 8
@@ -98,7 +99,7 @@ def figures(rank: int, name: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "checkpointed"])
+@pytest.mark.parametrize("name", dealt(__file__, [name for name in RUNS if name != "checkpointed"], 6))
 def test_the_sum_over_ranks_is_that_of_one_process(name: str) -> None:
     """Ranks as the fields of `RUNS` say: modalities in their order, and replicas of everything beside each other."""
     run = RUNS[name]
