@@ -184,7 +184,7 @@ def evaluated(run: Run) -> Any:
 
 TOLERANCES = {
     plain: 1e-6,
-    clipped_by_norm: 1e-6,
+    clipped_by_norm: 1e-5,  # where gradients are small, Adam shows what the model rounds to float32
     clipped_by_value: 1e-6,
     accumulated: 1e-6,
     checkpointed: 1e-6,
