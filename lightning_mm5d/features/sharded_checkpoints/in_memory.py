@@ -537,6 +537,8 @@ class SaveInMemory(pl.Callback):
         if number != self._saved:
             self._saved = number
             self._save(trainer)
+            if not trainer.lightning_module.automatic_optimization:  # torch's own optimizers may step without a hook
+                self._await_copies()
 
     @override
     def on_before_optimizer_step(self, *_: Any) -> None:
