@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_mm5d.checkpoint.module_state import collect_others
 from lightning_mm5d.checkpoint.rank_reports import RankReports, joined
 from lightning_mm5d.config.errors import CheckpointCorruptError, private
-from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory, Reader
+from lightning_mm5d.features.sharded_checkpoints.directory import UNCHECKED, CheckpointDirectory, Reader
 from lightning_mm5d.features.sharded_checkpoints.in_memory import HostMemory, Nodes
 from lightning_mm5d.features.sharded_checkpoints.own_shards import (
     AVERAGES,
@@ -319,7 +319,7 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
     ) -> tuple[dict[str, Any], Mapping[str, Any]]:
         checkpoint = ShardedCheckpoint(path, weights_only=weights_only, elsewhere=elsewhere)
         directory = CheckpointDirectory(path, elsewhere)
-        if self._falls_back:  # all bytes now, because nothing can be loaded instead later on
+        if self._falls_back and UNCHECKED not in directory.fields:  # all bytes now: nothing can be loaded instead later
             world = dist.get_world_size() if dist.is_initialized() else 1
             rank = dist.get_rank() if dist.is_initialized() else 0
             for name in sorted(directory.tensor_files())[rank::world]:
