@@ -62,7 +62,6 @@ from lightning_mm5d.features.sharded_checkpoints.directory import (
 )
 from lightning_mm5d.features.sharded_checkpoints.sharded_save import Save
 from lightning_mm5d.storage.files import WrittenFile, write_whole
-from lightning_mm5d.storage.tensor_file import TensorFileWriter
 
 SHARED_MEMORY = Path("/dev/shm")
 _RUN, _RESTARTS = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"  # variables that an agent sets
@@ -161,6 +160,8 @@ class MemoryWriter(DirectoryWriter):
         reports: of the save, by which other nodes hear of the manifest.
     """
 
+    is_lasting = False
+
     def __init__(self, folder: Path, reports: RankReports) -> None:
         self.path = self.folder = folder
         self._reports = reports
@@ -168,15 +169,6 @@ class MemoryWriter(DirectoryWriter):
     @override
     def begin(self) -> None:
         """Nothing: each rank makes the folder of its node."""
-
-    @override
-    def tensor_file(
-        self,
-        name: str,
-        specs: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-        metadata: Mapping[str, str] | None = None,
-    ) -> TensorFileWriter:
-        return TensorFileWriter(self.folder / name, specs, metadata, flush=False, checksums=False)
 
     @override
     def commit(self, files: Mapping[str, WrittenFile], fields: Mapping[str, Any]) -> None:

@@ -4,10 +4,9 @@ Estimates compare layers of one modality. Only a run shows how many tokens of ea
 computes which shapes. The full module runs in one process, so a model that is too large for one is planned from the
 measurements of a smaller model, or from estimates.
 
-The backward of a layer begins when the gradient of what it returned is there, and ends when that of what it took is:
-autograd runs the nodes of a later layer before those of an earlier one. Where a layer takes nothing that needs a
-gradient, its backward ends with the next that begins, or with that of the step. A step in which a modality does not run
-is refused.
+A layer's backward lasts from the gradient of its output to the gradient of its input, because autograd finishes a layer
+before it begins an earlier one. Where the input needs no gradient, it lasts until the next backward begins, or the step
+ends. A step in which a modality does not run is refused.
 
 Puts a function in front of the boundaries of encoders and the layers of all modalities, and hooks on tensors.
 """
@@ -110,22 +109,19 @@ def measure(
     clock = _Clock(device)
     arguments = step_arguments(module, batch)
     forwards, backwards = list[dict[str, list[float]]](), list[dict[str, list[float]]]()
-    grads = {parameter: parameter.grad for parameter in module.parameters()}
     with watched(module, found.encoders, found.parts, clock.time), warnings.catch_warnings(), ExitStack() as stack:
-        for parameter, grad in grads.items():
-            stack.callback(setattr, parameter, "grad", grad)
+        for parameter in module.parameters():
+            stack.callback(setattr, parameter, "grad", parameter.grad)
         warnings.simplefilter("ignore")  # `self.log` warns without a trainer
         for _ in range(_WARMUP + _RUNS):
             clock.spent = {}
             result = clock.time("step", module.training_step, *arguments)
             forwards.append({name: _row(name, row, found, clock.spent) for name, row in rows.items()})
             module.zero_grad()
-            backward = clock.backward(_loss_of(result))
-            backwards.append(
-                {name: _shared(row, *_backward_of(name, row, found, backward)) for name, row in rows.items()}
-            )
-    both = medians(forwards[_WARMUP:]), medians(backwards[_WARMUP:])
-    return {name: list(map(Measured, both[0][name], both[1][name])) for name in rows}
+            spent = clock.backward(_loss_of(result))
+            backwards.append({name: _shared(row, *_backward_of(name, row, found, spent)) for name, row in rows.items()})
+    forward, backward = medians(forwards[_WARMUP:]), medians(backwards[_WARMUP:])
+    return {name: list(map(Measured, forward[name], backward[name])) for name in rows}
 
 
 def _loss_of(result: Any) -> Tensor | None:
@@ -203,12 +199,10 @@ class _Clock:
         for tensor in tree_leaves(tree):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None and id(tensor) not in self._watched:
                 self._watched[id(tensor)] = tensor
-                tensor.register_hook(partial(self._turned, key))
+                tensor.register_hook(partial(self._turns, key))
 
-    def _turned(self, key: Any, _: Tensor) -> None:
-        self._turns(key)
-
-    def _turns(self, key: Any) -> None:
+    def _turns(self, key: Any, _: Tensor | None = None) -> None:
+        """End the backward that runs, and begin that of `key`."""
         now = self._now()
         self._backward[self._going_back] = self._backward.get(self._going_back, 0.0) + now - self._since
         self._going_back, self._since = key, now
