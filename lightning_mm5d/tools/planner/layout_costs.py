@@ -7,7 +7,8 @@ layout is traced. Time is a roofline by operation: products by flops, all else b
 A forward has the sums of tensor parallel ranks, the gather of keys and values over context parallel ranks (for each
 `cp_mode` but ``items``) and the exchanges of experts; so has its backward. Messages between stages take their time in
 the simulated step. Gradients are summed while the last backward runs, and rows of parameters are gathered before the
-step or after it, as the engine does. The update takes as long as the bytes that its operations read and write. The
+step or after it, as the engine does. Each microbatch adds its gradients to those before, of which experts are taken to
+be most where layers have them. The update takes as long as the bytes that its operations read and write. The
 embedding's and the head's sums take no time.
 
 A message of n bytes takes ``alpha + n * beta`` seconds: alpha is the latency of a link, beta one over its bandwidth.
@@ -105,6 +106,7 @@ class Cluster:
 
 
 _ATTENTION_BACKWARD = 2.5  # products of a fused attention's backward over those of its forward: 5 of 2
+_ADDED = 3  # times a gradient's bytes that adding it to those before reads and writes
 _LEAST = 1e-15  # seconds of a unit
 
 
@@ -207,7 +209,8 @@ class LayoutCosts:
             + sum(within.all_reduce(tp, size * factor) for size in sums.values())
         )
         trained = {name: cost for name, cost in unit.costs.items() if name in self.step.trainable}
-        weight = self.cluster.seconds(work.trained, 0) * scale.backward / (sum(trained.values()) or 1)
+        added = _ADDED * sum(self.step.parameters[name].nbytes for name in trained) / (tp * ep)
+        weight = self.cluster.seconds(work.trained, added) * scale.backward / (sum(trained.values()) or 1)
         costs = {name: cost * weight for name, cost in trained.items()}
         return replace(unit, forward=forward, costs=costs, backward=max(backward, _LEAST) / forward)
 

@@ -94,7 +94,7 @@ def measure(
     """Run the step of the module a few times; return the seconds of each unit, by modality.
 
     The units before and after the layers of a modality are measured together, and get shares of that time by their
-    estimates. Gradients are computed and dropped.
+    estimates. Gradients are added up, as those of microbatches are, and dropped in the end.
 
     Args:
         module: the full module, on the device that is to be measured.
@@ -117,7 +117,6 @@ def measure(
             clock.spent = {}
             result = clock.time("step", module.training_step, *arguments)
             forwards.append({name: _row(name, row, found, clock.spent) for name, row in rows.items()})
-            module.zero_grad()
             spent = clock.backward(_loss_of(result))
             backwards.append({name: _shared(row, *_backward_of(name, row, found, spent)) for name, row in rows.items()})
     forward, backward = medians(forwards[_WARMUP:]), medians(backwards[_WARMUP:])
