@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.expert_parallel import LISTS, holds_experts
 from lightning_mm5d.partition.compiled import IN_PLACE, compiled_parts, is_compiled, is_compiled_in_place
-from lightning_mm5d.partition.parts import is_in
+from lightning_mm5d.partition.parts import has_module, is_in
 from lightning_mm5d.sharded.collectives import dry_run
 from lightning_mm5d.sharded.remote_value import Origin, is_remote
 from lightning_mm5d.sharded.removable import Removable
@@ -37,7 +37,7 @@ from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.deferred import Deferred, DeferredProducts, deferred_linear, defers, is_linear
 from lightning_mm5d.stage.payload import tensors_in
-from lightning_mm5d.stage.remote import LayerResults, ShapeMemory, hidden_of, is_hooked, shown_stand_ins
+from lightning_mm5d.stage.remote import LayerResults, ShapeMemory, UserHooks, hidden_of, shown_stand_ins
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.tensor_parallel.region import linear
 
@@ -146,6 +146,8 @@ class Patches(Removable):
     def _patch_boundaries(self) -> None:
         runtime = self._runtime
         for name, encoder in runtime.partition.encoders.items():
+            owned = [runtime.root.get_submodule(path) for path in encoder.owns if has_module(runtime.root, path)]
+            runtime.user_hooks[name] = UserHooks(owned)
             for cut in encoder.boundaries:
                 runtime.wanted[cut.name] = used_fields(runtime.root, cut.path, cut.method)
                 remote = any(name not in stage.cuts or not stage.is_last for stage in runtime.stages)
@@ -287,7 +289,7 @@ class Patches(Removable):
     def _patch_layer(self, layer: nn.Module, modality: str, indices: list[int]) -> None:
         method = IN_PLACE if is_compiled_in_place(layer) else "forward"
         original = getattr(layer, method)
-        results = self._results[modality]
+        results, hooks = self._results[modality], UserHooks([layer])
         arrived: tuple[tuple, dict[str, Any]] = (), {}
         index = indices[0]
 
@@ -304,7 +306,7 @@ class Patches(Removable):
                     result = original(*args, **kwargs)
                 return run.leaves(modality, at, result)
             args, kwargs = arrived
-            if cut is None and is_hooked(layer):
+            if cut is None and hooks:
                 with dry_run(self._runtime.groups), shown_stand_ins(layer):
                     original(*args, **kwargs)
             known = run.skip(modality, index, args, kwargs)

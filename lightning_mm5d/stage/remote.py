@@ -102,14 +102,20 @@ def unhooked(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Return whether modules inside of `module` have forward hooks of the user: neither ours nor of a framework."""
-    return any(
-        not _is_of(_FRAMEWORKS, hook)
-        for part in module.modules()
-        for hook in private(part, "_forward_hooks").values()
-        if part is not module
-    )
+class UserHooks:
+    """The forward hooks of the user, neither ours nor of a framework, on modules inside of some.
+
+    Args:
+        modules: hooks on these themselves are left out. What is inside of them is walked once.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._hooks = [
+            private(part, "_forward_hooks") for module in modules for part in module.modules() if part is not module
+        ]
+
+    def __bool__(self) -> bool:
+        return any(not _is_of(_FRAMEWORKS, hook) for hooks in self._hooks if hooks for hook in hooks.values())
 
 
 @contextmanager

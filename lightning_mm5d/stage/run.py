@@ -37,11 +37,10 @@ from torch import Tensor, nn
 
 from lightning_mm5d.data.random_state import StepDraws
 from lightning_mm5d.partition import Partition
-from lightning_mm5d.partition.parts import has_module
 from lightning_mm5d.sharded.remote_value import Origin, is_remote, marked
 from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.stage.payload import Packer, Path, Payload, arguments, copies, put, rebuild, tensors_in, unsharded
-from lightning_mm5d.stage.remote import LayerCall, hidden_of, hidden_path, is_hooked, place_in, shown_stand_ins
+from lightning_mm5d.stage.remote import LayerCall, hidden_of, hidden_path, place_in, shown_stand_ins
 from lightning_mm5d.stage.runtime import Runtime, check_used
 from lightning_mm5d.stage.step_writes import StepWrites, Tail
 from lightning_mm5d.stage.taps import Call, Taps, mark_dependent, mark_stand_in, must_travel, traced
@@ -312,10 +311,9 @@ class Run:
                     f"{name} is called {index + 1} times in stage {self.stage.name}, and the stage that computes it "
                     f"called it {len(results)} times: what the step does must not depend on the stage"
                 )
-            root, owns = self._runtime.root, self._runtime.partition.encoders[modality].owns
-            if any(is_hooked(root.get_submodule(path)) for path in owns if has_module(root, path)):
-                # hooks keep stand-ins, so that the step finds nothing that they kept of another batch
-                with shown_stand_ins(root):
+            if self._runtime.user_hooks[modality]:
+                # they keep stand-ins, so that the step finds nothing that they kept of another batch
+                with shown_stand_ins(self._runtime.root):
                     self._called(name, modality, original, args, kwargs)
             self.writes.skipped(name)
             return self._taps.result(call, copies(results[index]), own=modality in self.stage.must_use)

@@ -21,6 +21,7 @@ from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.sharded.tensor import Group
 from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.stage.payload import sendable
+from lightning_mm5d.stage.remote import UserHooks
 from lightning_mm5d.stage.taps import Tap, Trace, tap_points, watched_modules
 from lightning_mm5d.stage.view import StageError, StageView, StandIn
 from lightning_mm5d.stage.written import SetAside, Written
@@ -97,6 +98,7 @@ class Runtime:
         groups: all groups of ranks that share layers or sequences with this one.
         lists: the layers of each modality, or the parts that stand for them.
         wanted: for each boundary, the fields of its result that callers read; None for all.
+        user_hooks: those inside of each encoder.
         handed: gets ids of the tensors that a training step gives to boundaries which other ranks compute; None unless
             somebody asks.
     """
@@ -137,6 +139,7 @@ class Runtime:
         }
         self._path_of = {cut.name: cut.path for one in partition.encoders.values() for cut in one.boundaries}
         self.wanted: dict[str, frozenset[str] | None] = {}
+        self.user_hooks: dict[str, UserHooks] = {}
         self.handed: set[int] | None = None
         self.lists: dict[str, list[nn.Module]] = {
             name: [root.get_submodule(path) for path in parts.paths] for name, parts in partition.parts.items()
