@@ -26,8 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from turns import WARMUP, Raced, Side, Turns, race, row, run
 
 from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward
-from lightning_mm5d.context_parallel.masks.caches import Caches
-from lightning_mm5d.context_parallel.masks.mask import EMPTY, Mask, MaskFunction
+from lightning_mm5d.context_parallel.masks.mask import EMPTY, Caches, Mask, MaskFunction
 
 TOKENS, HEADS, WIDTH = 4096, 8, 64
 CACHES = Caches()  # as a session has them

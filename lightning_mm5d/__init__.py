@@ -48,11 +48,10 @@ if TYPE_CHECKING:
     from lightning_mm5d.features.throughput.feature import ModalityThroughput
     from lightning_mm5d.models.budgets import BudgetBatchSampler, BudgetStream
     from lightning_mm5d.models.collating import MultimodalCollator
-    from lightning_mm5d.models.modality_encoder import ModalityEncoder
+    from lightning_mm5d.models.modality_encoder import ModalityEncoder, ProjectorConfig
     from lightning_mm5d.models.multimodal_config import MultimodalConfig
     from lightning_mm5d.models.multimodal_model import MultimodalModel
     from lightning_mm5d.models.processing import MultimodalProcessor
-    from lightning_mm5d.models.projectors import ProjectorConfig
     from lightning_mm5d.recipes.data import MultimodalDataModule
     from lightning_mm5d.recipes.module import MultimodalModule
     from lightning_mm5d.sharded.class_operations import VocabularyShard, vocabulary_shard

@@ -29,8 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.rows import Row
 from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward
-from lightning_mm5d.context_parallel.masks.caches import Caches
-from lightning_mm5d.context_parallel.masks.mask import EMPTY, TILE, Mask, Tiles
+from lightning_mm5d.context_parallel.masks.mask import EMPTY, TILE, Caches, Mask, Tiles
 
 BENCHMARKS = str(Path(__file__).parents[1])
 if BENCHMARKS not in sys.path:

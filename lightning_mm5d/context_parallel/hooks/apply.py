@@ -42,7 +42,7 @@ from lightning_mm5d.context_parallel.hooks.layer_tensors import (
 )
 from lightning_mm5d.context_parallel.hooks.layer_ways import LayerInput, LayerWays
 from lightning_mm5d.context_parallel.hooks.whole_modules import WholeCall, WholeModules, takes_products
-from lightning_mm5d.context_parallel.masks.caches import Cache
+from lightning_mm5d.context_parallel.masks.mask import Cache
 from lightning_mm5d.data.random_state import drawing_together
 from lightning_mm5d.partition.parts import at, hidden_place
 from lightning_mm5d.sharded.kept_results import unseen

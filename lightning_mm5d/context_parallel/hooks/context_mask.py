@@ -41,8 +41,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, packed_sequence_mask_function
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
-from lightning_mm5d.context_parallel.masks.mask import Mask
+from lightning_mm5d.context_parallel.masks.mask import Cache, Caches, Mask
 from lightning_mm5d.context_parallel.masks.trace import MaskFunction
 from lightning_mm5d.sharded.host_copies import on_device
 
