@@ -210,16 +210,8 @@ def multimodal_mask(
 _OF_SHAPE = {
     getattr(found, "__get__", found)
     for found in (
-        Tensor.shape,
-        Tensor.dtype,
-        Tensor.device,
-        Tensor.ndim,
-        Tensor.requires_grad,
-        Tensor.is_leaf,
-        Tensor.layout,
-        Tensor.grad_fn,
-        Tensor.is_cuda,
-        Tensor.is_meta,
+        *(Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad, Tensor.is_leaf, Tensor.layout),
+        *(Tensor.grad_fn, Tensor.is_cuda, Tensor.is_meta),
     )
 } | {Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel, Tensor.stride, Tensor.is_contiguous}
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,6 +47,7 @@ from lightning_mm5d.context_parallel.exchange.attention import ContextGroups, Mo
 from lightning_mm5d.context_parallel.hooks.context_mask import ContextMask, StepMasks
 from lightning_mm5d.context_parallel.masks.mask import Cache, Caches, Mask, MaskFunction
 from lightning_mm5d.sharded.kept_results import unseen
+from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.sharded.sequence import TokenSplit
 from lightning_mm5d.sharded.tensor import Sharded
 
@@ -242,36 +243,21 @@ class Attention:
         """Go on with the microbatch that `take` returned `state` of."""
         self.is_replaying, self._is_off, self._call = state
 
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
+    def replaying(self) -> AbstractContextManager[None]:
         """Around a backward, in which attention may be computed again."""
-        self.is_replaying = True
-        try:
-            yield
-        finally:
-            self.is_replaying = False
+        return meanwhile(self, is_replaying=True)
 
     @contextmanager
     def during(self, call: Call) -> Iterator[Call]:
         """Attend as `call` says meanwhile."""
-        before, self._call = self._call, call
         options = (call.is_differentiated, lambda: self._is_off)
         takes = TorchAttention(self._name, self.attend, *options) if self.takes_products else nullcontext()
-        try:
-            with takes:
-                yield call
-        finally:
-            self._call = before
+        with meanwhile(self, _call=call), takes:
+            yield call
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> AbstractContextManager[None]:
         """Leave attention alone meanwhile: what attends has all tokens."""
-        before = self._call, self._is_off
-        self._call, self._is_off = None, True
-        try:
-            yield
-        finally:
-            self._call, self._is_off = before
+        return meanwhile(self, _call=None, _is_off=True)
 
     @torch.compiler.disable
     def attend(

@@ -9,8 +9,8 @@ Keys may be a part of those that a query sees: `attend` returns the log-sum-exp 
 gradients of a part need nothing else but ``rowsum(d_out * out)`` (Ring Attention, Liu et al. 2023;
 FlashAttention-2, Dao 2023).
 
-`scored_forward` computes the rest in plain steps, rectangle by rectangle: soft-capped scores on CPU, narrow heads and float64 on
-CUDA, other devices.
+`scored_forward` computes the rest in plain steps, rectangle by rectangle: soft-capped scores on CPU, narrow heads and
+float64 on CUDA, other devices.
 
 Plain functions on values: nothing here is recorded by autograd. Shapes: B batch, H query heads, G key heads
 (H a multiple of G), Sq queries, Sk keys, D width of queries and keys, Dv width of values; m, n of a rectangle.

@@ -39,6 +39,7 @@ from lightning_mm5d.features.first_batch.joined_step import (
 )
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import plain
+from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.steps import FirstBatch
 
@@ -101,16 +102,12 @@ class _Checks(Attached):
         self, first: FirstBatch, joined: Mapping[int, list[Microbatch]], others: Collection[str] = ()
     ) -> JoinedStep:
         """Run the step on both microbatches and on both as one; `others` begin with other values than they have."""
-        writes, self._steps.writes = self._steps.writes, False
         given = self._module, first.name, first.arguments, joined, first.weights
-        try:
-            with put_back(self._module, self._device) as state:
-                step = JoinedStep(*given, state=state, others=others, **first.options)
-                with step.uncounted():
-                    self._steps.run(step, frozenset())
-                    step.keep_logs()
-        finally:
-            self._steps.writes = writes
+        with meanwhile(self._steps, writes=False), put_back(self._module, self._device) as state:
+            step = JoinedStep(*given, state=state, others=others, **first.options)
+            with step.uncounted():
+                self._steps.run(step, frozenset())
+                step.keep_logs()
         return step
 
     def _compare_buffers(self, first: FirstBatch, joined: Mapping[int, list[Microbatch]], step: JoinedStep) -> None:
