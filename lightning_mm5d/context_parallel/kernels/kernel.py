@@ -50,7 +50,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_mm5d.context_parallel.kernels import flex
-from lightning_mm5d.context_parallel.masks.mask import FULL, PARTIAL, TILE, Tiles
+from lightning_mm5d.context_parallel.masks.mask import FULL, PARTIAL, TILE, Scoring, Tiles
 
 MIXED_PAIRS = 1024 * 1024
 LONG = 4  # tiles without a mask that are worth a call of their own
@@ -194,9 +194,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 @torch.no_grad()
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, *, scale: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Return the attention of the queries to these keys.
 
     Args:
@@ -204,16 +202,15 @@ def attend(
         k: [B, G, Sk, D].
         v: [B, G, Sk, Dv].
         tiles: which pairs are allowed, by position in `q` and `k`.
-        scale: factor of the scores.
-        softcap: scores become ``softcap * tanh(scores / softcap)`` before the mask.
+        scoring: scale and bound of the scores.
 
     Returns:
         Output [B, H, Sq, Dv] of `q`'s dtype and log-sum-exp [B, H, Sq], float32, or float64 of float64. A query that
         sees no key has output 0 and log-sum-exp minus infinity.
     """
     if q.is_cuda and flex.takes(q, v):
-        return flex.attend(q, k, v, tiles, scale=scale, softcap=softcap)
-    call = _Calls(q, v, scale, softcap)
+        return flex.attend(q, k, v, tiles, scoring)
+    call = _Calls(q, v, scoring)
     dtype, value_width = q.dtype, v.shape[-1]
     q, k, v = call.taken(q), call.taken(k), call.taken(v)
     rows = plan(tiles, by_keys=False, longest=call.longest)
@@ -238,28 +235,19 @@ def attend(
 
 @torch.no_grad()
 def attend_backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tiles: Tiles,
-    *,
-    scale: float,
-    softcap: float | None = None,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `q`, `k` and `v`, as far as these keys are concerned.
 
     Args:
         d_out: gradient of the output of whole rows, [B, H, Sq, Dv].
-        q, k, v, tiles, scale, softcap: as of `attend`.
+        q, k, v, tiles, scoring: as of `attend`.
         out: output of whole rows, with all keys that a query sees, [B, H, Sq, Dv].
         lse: log-sum-exp of whole rows, [B, H, Sq]; an attention sink included.
     """
     if q.is_cuda and flex.takes(q, v):
-        return flex.attend_backward(d_out, q, k, v, out, lse, tiles, scale=scale, softcap=softcap)
-    call = _Calls(q, v, scale, softcap)
+        return flex.attend_backward(d_out, q, k, v, out, lse, tiles, scoring)
+    call = _Calls(q, v, scoring)
     results = [(each.shape[-1], each.dtype) for each in (q, k, v)]
     d_out, q, k, v, out = (call.taken(each) for each in (d_out, q, k, v, out))
     lse = lse.to(q.dtype).masked_fill(lse == -torch.inf, torch.inf)  # exp(scores - lse) is 0 where nothing is seen
@@ -308,10 +296,9 @@ class _Calls:
     times in bfloat16, where rectangles are small.
     """
 
-    def __init__(self, q: Tensor, v: Tensor, scale: float, softcap: float | None) -> None:
-        self._scale = scale
-        self._softcap = softcap
-        self._is_flash = softcap is None and q.device.type == "cpu"
+    def __init__(self, q: Tensor, v: Tensor, scoring: Scoring) -> None:
+        self._scoring = scoring
+        self._is_flash = scoring.softcap is None and q.device.type == "cpu"
         self._width = max(q.shape[-1], v.shape[-1])
         self._dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         self.longest = None if self._is_flash else LONGEST_SCORED
@@ -326,8 +313,8 @@ class _Calls:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp of a rectangle."""
         if not self._is_flash:
-            return scored_forward(q, k, v, None if bias is None else bias.values, self._scale, self._softcap)
-        out, lse = _flash(q, k, v, attn_mask=None if bias is None else bias.values, scale=self._scale)
+            return scored_forward(q, k, v, None if bias is None else bias.values, self._scoring)
+        out, lse = _flash(q, k, v, attn_mask=None if bias is None else bias.values, scale=self._scoring.scale)
         if bias is not None and bias.blind is not None:
             lse = lse.masked_fill(bias.blind, -torch.inf)  # the kernel says 0
         return out, lse
@@ -338,16 +325,14 @@ class _Calls:
         """Return the gradients of a rectangle."""
         mask = None if bias is None else bias.values
         if not self._is_flash:
-            return scored_backward(d_out, q, k, v, out, lse, mask, self._scale, self._softcap)
-        return _flash_backward(d_out, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=self._scale)
+            return scored_backward(d_out, q, k, v, out, lse, mask, self._scoring)
+        return _flash_backward(d_out, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=self._scoring.scale)
 
 
 LONGEST_SCORED = 512
 
 
-def scored_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
+def scored_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Return output [B, H, m, Dv] and log-sum-exp [B, H, m] of these keys.
 
     Args:
@@ -355,11 +340,10 @@ def scored_forward(
         k: [B, G, n, D].
         v: [B, G, n, Dv].
         mask: added to scores, [m, n].
-        scale: factor of the scores.
-        softcap: bound of the scores.
+        scoring: scale and bound of the scores.
     """
     with torch.autocast(q.device.type, enabled=False):
-        scores, _ = _scores(q, k, mask, scale, softcap)
+        scores, _ = _scores(q, k, mask, scoring)
         lse = scores.logsumexp(-1)
         weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
         out = weights @ v
@@ -367,25 +351,17 @@ def scored_forward(
 
 
 def scored_backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `q`, `k` and `v`.
 
     Args:
         d_out, out: [B, H, m, Dv], of whole rows.
         lse: [B, H, m], of whole rows; infinity where a query sees nothing at all.
-        q, k, v, mask, scale, softcap: as of `forward`.
+        q, k, v, mask, scoring: as of `scored_forward`.
     """
     with torch.autocast(q.device.type, enabled=False):
-        scores, bent = _scores(q, k, mask, scale, softcap)
+        scores, bent = _scores(q, k, mask, scoring)
         heads = k.shape[1]
         weights = torch.exp(scores - _folded(lse.unsqueeze(-1), heads))
         d_rows = _folded(d_out, heads)
@@ -394,21 +370,19 @@ def scored_backward(
         d_scores = weights * (d_rows @ v.mT - delta)
         if bent is not None:
             d_scores *= 1 - bent.square()  # of tanh
-        d_scores *= scale
+        d_scores *= scoring.scale
         dq = d_scores @ k
         dk = d_scores.mT @ _folded(q, heads)
         return dq.view(q.shape), dk, dv
 
 
-def _scores(
-    q: Tensor, k: Tensor, mask: Tensor | None, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor | None]:
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor | None]:
     """Return scores [B, G, r, n], and ``tanh(scores / softcap)`` before the mask where there is a softcap."""
-    scores = (_folded(q, k.shape[1]) * scale) @ k.mT
+    scores = (_folded(q, k.shape[1]) * scoring.scale) @ k.mT
     bent = None
-    if softcap is not None:
-        bent = torch.tanh(scores / softcap)
-        scores = bent * softcap
+    if scoring.softcap is not None:
+        bent = torch.tanh(scores / scoring.softcap)
+        scores = bent * scoring.softcap
     if mask is not None:
         scores.unflatten(2, (-1, q.shape[2])).add_(mask)
     return scores, bent

@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable, Iterator
 from functools import cached_property
 from hashlib import blake2b
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -125,6 +125,18 @@ TILE = 128
 EMPTY, PARTIAL, FULL = 0, 1, 2
 AT_ONCE = 1 << 20  # pairs that are evaluated at once, and four times the tiles whose bounds are
 KEPT = 256 << 20  # bytes of masks of partial tiles that are kept
+
+
+class Scoring(NamedTuple):
+    """How scores follow from products of queries and keys.
+
+    Args:
+        scale: factor of the products.
+        softcap: scores become ``softcap * tanh(scores / softcap)`` before the mask; None leaves them.
+    """
+
+    scale: float
+    softcap: float | None = None
 
 
 class Tiles:
