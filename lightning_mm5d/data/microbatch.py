@@ -28,14 +28,8 @@ from lightning_mm5d.layout.even_split import even_lengths
 
 # Where tensors disagree on dim 0, the first of these names on which they do agree says what a sample is.
 _SAMPLE_WISE = (
-    "input_ids",
-    "inputs_embeds",
-    "decoder_input_ids",
-    "labels",
-    "attention_mask",
-    "pixel_values",
-    "input_features",
-    "input_values",
+    *("input_ids", "inputs_embeds", "decoder_input_ids", "labels", "attention_mask"),
+    *("pixel_values", "input_features", "input_values"),
 )
 
 

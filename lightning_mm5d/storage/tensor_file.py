@@ -222,7 +222,7 @@ def _entry(name: str, value: Any, origin: int) -> Entry:
     kind, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(kind, str) or kind not in DTYPES:
         raise HeaderError(f"{name!r} has the dtype {kind!r}, which torch does not have")
-    if not (_are_lengths(shape) and _are_lengths(offsets) and len(offsets) == 2 and len(shape) <= _DIMS_LIMIT):
+    if not (are_lengths(shape) and are_lengths(offsets) and len(offsets) == 2 and len(shape) <= _DIMS_LIMIT):
         raise HeaderError(f"{name!r} has a shape or offsets that no tensor can have")
     dtype = DTYPES[kind]
     if dtype is torch.float4_e2m1fn_x2:
@@ -237,7 +237,8 @@ def _entry(name: str, value: Any, origin: int) -> Entry:
     return Entry(dtype, tuple(shape), origin + start, origin + stop)
 
 
-def _are_lengths(value: Any) -> bool:
+def are_lengths(value: Any) -> bool:
+    """Return whether a value read from JSON lists whole numbers of at least 0."""
     return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 

@@ -48,7 +48,7 @@ from lightning_mm5d.features.sharded_checkpoints.sharded_load import (
 from lightning_mm5d.features.sharded_checkpoints.sharded_save import OptimizerPart, Save, decide
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.removable import meanwhile, put
-from lightning_mm5d.storage.files import flush_folder
+from lightning_mm5d.storage.files import flush
 from lightning_mm5d.storage.replacement import new_save_id, remove_checkpoint, resolve
 from lightning_mm5d.trainer.checkpoints import Checkpoints, SavedRun, SavingInShards
 
@@ -161,7 +161,7 @@ def link(target: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     if place.is_dir() and not place.is_symlink():
         remove_checkpoint(place)
     os.replace(aside, place)
-    flush_folder(place.parent)
+    flush(place.parent)
 
 
 def _order(path: Path) -> tuple[int, int] | None:
