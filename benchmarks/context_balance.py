@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lightning_mm5d.context_parallel.balance import BLOCK, balanced, longest_first, uniform, zigzag
 from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward
-from lightning_mm5d.context_parallel.masks.mask import Mask, MaskFunction
+from lightning_mm5d.context_parallel.masks.mask import Mask, MaskFunction, Scoring
 from lightning_mm5d.sharded.sequence import TokenSplit
 
 RANKS = 8
@@ -167,10 +167,10 @@ def share_of_attention(every: int = 32) -> None:
         assert torch.equal(striped, work[every // 2 :: every])
         tiles = mask.tiles(some.flatten(), torch.arange(size))
         q, k, v = (torch.randn(1, 1, length, WIDTH) for length in (some.numel(), size, size))
-        attend(q, k, v, tiles, scale=WIDTH**-0.5)  # plans once for all layers
-        forward, (out, lse) = timed(partial(attend, q, k, v, tiles, scale=WIDTH**-0.5))
-        attend_backward(out, q, k, v, out, lse, tiles, scale=WIDTH**-0.5)
-        backward, _ = timed(partial(attend_backward, out, q, k, v, out, lse, tiles, scale=WIDTH**-0.5))
+        attend(q, k, v, tiles, Scoring(WIDTH**-0.5))  # plans once for all layers
+        forward, (out, lse) = timed(partial(attend, q, k, v, tiles, Scoring(WIDTH**-0.5)))
+        attend_backward(out, q, k, v, out, lse, tiles, Scoring(WIDTH**-0.5))
+        backward, _ = timed(partial(attend_backward, out, q, k, v, out, lse, tiles, Scoring(WIDTH**-0.5)))
         whole = (forward + backward) * every * HEADS * LAYERS
         ways = [
             f"{seconds:.3f} s, {seconds / whole:.4%}" for seconds in (finding + dealing, striping * every + dealing)

@@ -26,8 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from turns import WARMUP, Raced, Side, Turns, race, row, run
 
 from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward
-from lightning_mm5d.context_parallel.masks.caches import Caches
-from lightning_mm5d.context_parallel.masks.mask import EMPTY, Mask, MaskFunction
+from lightning_mm5d.context_parallel.masks.mask import EMPTY, Caches, Mask, MaskFunction, Scoring
 
 TOKENS, HEADS, WIDTH = 4096, 8, 64
 CACHES = Caches()  # as a session has them
@@ -86,8 +85,8 @@ def ours(name: str, length: int, heads: int, with_backward: bool, is_new: bool =
 
     def call() -> list[Tensor]:
         tiles = described(name, length, next(shifts) if is_new else 0).tiles(tokens, tokens)
-        out, lse = attend(q, k, v, tiles, scale=SCALE)
-        return [out, *attend_backward(d_out, q, k, v, out, lse, tiles, scale=SCALE)] if with_backward else [out]
+        out, lse = attend(q, k, v, tiles, Scoring(SCALE))
+        return [out, *attend_backward(d_out, q, k, v, out, lse, tiles, Scoring(SCALE))] if with_backward else [out]
 
     return call
 

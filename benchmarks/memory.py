@@ -26,7 +26,7 @@ from turns import Side, fit, run
 from lightning_mm5d import Modality, MultimodalStrategy
 from lightning_mm5d.features.refusals.feature import remade
 from lightning_mm5d.tools.planner.activation_trace import trace
-from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates
+from lightning_mm5d.tools.planner.hollow_tensors import OptimizerStates
 from lightning_mm5d.tools.planner.rank_memory import RankMemory, Step, memory_of
 
 SAMPLES, BATCHES = 2, 3

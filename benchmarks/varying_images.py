@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from turns import Side, Turns, fit, median_ratio, milliseconds, race, row
 
 from lightning_mm5d import Modality, MultimodalStrategy
-from lightning_mm5d.features.balanced_microbatches.over_replicas import Exchange, costs_of
+from lightning_mm5d.features.balanced_microbatches.longest_first import Exchange, costs_of
 
 IMAGE_S, LANGUAGE_S = 0.0006, 0.02  # of a forward on one rank, so that all have as much to do; a backward takes twice
 STEPS, BATCH, MICROBATCHES, TOKENS = 20, 64, 8, 8

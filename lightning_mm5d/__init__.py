@@ -48,11 +48,10 @@ if TYPE_CHECKING:
     from lightning_mm5d.features.throughput.feature import ModalityThroughput
     from lightning_mm5d.models.budgets import BudgetBatchSampler, BudgetStream
     from lightning_mm5d.models.collating import MultimodalCollator
-    from lightning_mm5d.models.modality_encoder import ModalityEncoder
+    from lightning_mm5d.models.modality_encoder import ModalityEncoder, ProjectorConfig
     from lightning_mm5d.models.multimodal_config import MultimodalConfig
     from lightning_mm5d.models.multimodal_model import MultimodalModel
     from lightning_mm5d.models.processing import MultimodalProcessor
-    from lightning_mm5d.models.projectors import ProjectorConfig
     from lightning_mm5d.recipes.data import MultimodalDataModule
     from lightning_mm5d.recipes.module import MultimodalModule
     from lightning_mm5d.sharded.class_operations import VocabularyShard, vocabulary_shard
@@ -107,51 +106,36 @@ __all__ = [
     "vocabulary_shard",
 ]
 
-_HOMES = {
-    "BatchingOptions": "config.groups",
-    "BudgetBatchSampler": "models.budgets",
-    "BudgetStream": "models.budgets",
-    "CheckpointCorruptError": "config.errors",
-    "CheckpointOptions": "config.groups",
-    "CheckpointUntrustedError": "config.errors",
-    "CommunicationOptions": "config.groups",
-    "ComputeOptions": "config.groups",
-    "ConfigError": "config",
-    "ContextOptions": "config.groups",
-    "ElasticStrategy": "tools.cli.elastic_layouts",
-    "ExpertParallelPlan": "expert_parallel",
-    "LaunchOptions": "config.groups",
-    "LazyTensor": "data.lazy",
-    "MemoryOptions": "config.groups",
-    "Modality": "config",
-    "ModalityEncoder": "models.modality_encoder",
-    "ModalityThroughput": "features.throughput.feature",
-    "MultimodalCollator": "models.collating",
-    "MultimodalConfig": "models.multimodal_config",
-    "MultimodalDataModule": "recipes.data",
-    "MultimodalModel": "models.multimodal_model",
-    "MultimodalModule": "recipes.module",
-    "MultimodalProcessor": "models.processing",
-    "MultimodalStrategy": "strategy",
-    "NonFiniteError": "config.errors",
-    "NumericsOptions": "config.groups",
-    "PipelineOptions": "config.groups",
-    "PipelineTemplate": "config",
-    "ProjectorConfig": "models.projectors",
-    "RankLostError": "config.errors",
-    "RankMismatchError": "config.errors",
-    "RemoteParameterError": "config.errors",
-    "ShardingOptions": "config.groups",
-    "TensorOptions": "config.groups",
-    "TensorParallelPlan": "tensor_parallel.family_plans",
-    "VocabularyShard": "sharded.class_operations",
-    "WatchdogTimeoutError": "config.errors",
-    "from_pretrained": "features.deferred_init.pretrained",
-    "multimodal_mask": "context_parallel.hooks.context_mask",
-    "register_expert_parallel_plan": "expert_parallel",
-    "register_tensor_parallel_plan": "tensor_parallel.plan_lookup",
-    "vocabulary_shard": "sharded.class_operations",
+_NAMES = {
+    "config": "ConfigError Modality PipelineTemplate",
+    "config.errors": (
+        "CheckpointCorruptError CheckpointUntrustedError NonFiniteError RankLostError RankMismatchError "
+        "RemoteParameterError WatchdogTimeoutError"
+    ),
+    "config.groups": (
+        "BatchingOptions CheckpointOptions CommunicationOptions ComputeOptions ContextOptions LaunchOptions "
+        "MemoryOptions NumericsOptions PipelineOptions ShardingOptions TensorOptions"
+    ),
+    "context_parallel.hooks.context_mask": "multimodal_mask",
+    "data.lazy": "LazyTensor",
+    "expert_parallel": "ExpertParallelPlan register_expert_parallel_plan",
+    "features.deferred_init.pretrained": "from_pretrained",
+    "features.throughput.feature": "ModalityThroughput",
+    "models.budgets": "BudgetBatchSampler BudgetStream",
+    "models.collating": "MultimodalCollator",
+    "models.modality_encoder": "ModalityEncoder ProjectorConfig",
+    "models.multimodal_config": "MultimodalConfig",
+    "models.multimodal_model": "MultimodalModel",
+    "models.processing": "MultimodalProcessor",
+    "recipes.data": "MultimodalDataModule",
+    "recipes.module": "MultimodalModule",
+    "sharded.class_operations": "VocabularyShard vocabulary_shard",
+    "strategy": "MultimodalStrategy",
+    "tensor_parallel.family_plans": "TensorParallelPlan",
+    "tensor_parallel.plan_lookup": "register_tensor_parallel_plan",
+    "tools.cli.elastic_layouts": "ElasticStrategy",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

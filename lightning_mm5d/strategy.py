@@ -41,7 +41,7 @@ from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.data.loader import group_batches, shard_loader
 from lightning_mm5d.data.random_state import packed_state
 from lightning_mm5d.data.replica_view import as_replica, seen_replica
-from lightning_mm5d.gradients.parameter_hooks import skipped
+from lightning_mm5d.gradients.gradients import skipped
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule, Simulation, check_fields, loaded

@@ -29,8 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.rows import Row
 from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward
-from lightning_mm5d.context_parallel.masks.caches import Caches
-from lightning_mm5d.context_parallel.masks.mask import EMPTY, TILE, Mask, Tiles
+from lightning_mm5d.context_parallel.masks.mask import EMPTY, TILE, Caches, Mask, Scoring, Tiles
 
 BENCHMARKS = str(Path(__file__).parents[1])
 if BENCHMARKS not in sys.path:
@@ -155,10 +154,10 @@ class _Case:
         q, k, v, d_out = self._values
 
         def call() -> list[Tensor]:
-            out, lse = attend(q, k, v, self._tiles, scale=self._scale)
+            out, lse = attend(q, k, v, self._tiles, Scoring(self._scale))
             if not with_backward:
                 return [out]
-            return [out, *attend_backward(d_out, q, k, v, out, lse, self._tiles, scale=self._scale)]
+            return [out, *attend_backward(d_out, q, k, v, out, lse, self._tiles, Scoring(self._scale))]
 
         return call
 

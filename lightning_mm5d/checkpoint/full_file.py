@@ -63,12 +63,7 @@ _END_BYTES = 22
 _IS_FOLDER = 0x10  # among the attributes of a record
 _CHUNK_BYTES = 2**20
 _UNREADABLE = (
-    zipfile.BadZipFile,
-    ValueError,
-    NotImplementedError,
-    LookupError,
-    ArithmeticError,
-    EOFError,
+    *(zipfile.BadZipFile, ValueError, NotImplementedError, LookupError, ArithmeticError, EOFError),
     struct.error,
 )
 

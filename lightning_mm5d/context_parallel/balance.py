@@ -37,7 +37,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_mm5d.context_parallel.masks.caches import Cache
+from lightning_mm5d.context_parallel.masks.mask import Cache
 from lightning_mm5d.layout.even_split import even_ranges
 from lightning_mm5d.sharded.sequence import Range, TokenSplit
 

@@ -22,21 +22,14 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.lazy import LazyTensor
+from lightning_mm5d.data.lazy import LazyTensor, Waiting
 from lightning_mm5d.data.packed_images import REMEDY, PackedTokens, Path, counted_ways, kind_of, packed_rows
-from lightning_mm5d.data.waiting import Waiting
 from lightning_mm5d.layout.even_split import even_lengths
 
 # Where tensors disagree on dim 0, the first of these names on which they do agree says what a sample is.
 _SAMPLE_WISE = (
-    "input_ids",
-    "inputs_embeds",
-    "decoder_input_ids",
-    "labels",
-    "attention_mask",
-    "pixel_values",
-    "input_features",
-    "input_values",
+    *("input_ids", "inputs_embeds", "decoder_input_ids", "labels", "attention_mask"),
+    *("pixel_values", "input_features", "input_values"),
 )
 
 

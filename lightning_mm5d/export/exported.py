@@ -227,14 +227,8 @@ def _nearby(path: Path) -> str:
 
 
 _COMPANIONS = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*processor_config.json",
+    *("tokenizer*", "vocab*", "merges.txt", "*.model", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "*processor_config.json"),
 )
 
 

@@ -34,7 +34,7 @@ from lightning_mm5d.checkpoint.full_file import load_full
 from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
 from lightning_mm5d.features.sharded_checkpoints.sharded_load import SavedOptimizerState, SavedWeights
 from lightning_mm5d.sharded.remote_value import tensors_of
-from lightning_mm5d.storage.files import Region, StateDictSource, TensorSource
+from lightning_mm5d.storage.files import Region, StateDictSource, TensorSource, flush
 
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip's member: at its end the lengths of its name and its extra field
 
@@ -150,9 +150,9 @@ def new_folder(path: Path) -> Iterator[Path]:
         made.chmod(0o777 & ~umask())
         yield made
         for each in (*made.rglob("*"), made):
-            _flush(each)
+            flush(each)
         made.rename(path)  # replaces an empty folder, and fails where another process was first
-        _flush(path.parent)
+        flush(path.parent)
     except OSError as error:
         raise unwritable(path, error) from error
     finally:
@@ -179,14 +179,6 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
     """Return the error of a place that cannot be written."""
     rule = f"It cannot be written: {error.strerror or error}"
     return ConfigError("DIR", str(path), rule, "Name a folder that can, on a disk with room")
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def umask() -> int:

@@ -20,19 +20,8 @@ from lightning_mm5d.tensor_parallel.family_plans import Entry, Part, TensorParal
 
 _ENTRYWISE = frozenset(
     (
-        "relu",
-        "relu6",
-        "gelu",
-        "silu",
-        "elu",
-        "celu",
-        "selu",
-        "leakyrelu",
-        "mish",
-        "hardswish",
-        "tanh",
-        "sigmoid",
-        "softplus",
+        *("relu", "relu6", "gelu", "silu", "elu", "celu", "selu", "leakyrelu", "mish", "hardswish", "tanh"),
+        *("sigmoid", "softplus"),
     )
 )
 _ALL_HEADS: tuple[Part, ...] = ("heads", "heads", "heads")

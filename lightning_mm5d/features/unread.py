@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_mm5d.data.batches import per_replica
+from lightning_mm5d.data.lazy import Waiting
 from lightning_mm5d.data.microbatch import Microbatch, with_tensors
 from lightning_mm5d.data.packed_images import Path
-from lightning_mm5d.data.waiting import Waiting
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
 from lightning_mm5d.engine.step import Step
 from lightning_mm5d.trainer.feature import BEFORE_TRANSFER, Attached, Feature, Running

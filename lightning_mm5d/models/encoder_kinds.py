@@ -288,14 +288,8 @@ MERGED = known_kind(("pixel_values", "image_grid_thw"), _merged_sizes, _merged_r
 IMAGE_KINDS = {
     **dict.fromkeys(
         (
-            "clip_vision_model",
-            "siglip_vision_model",
-            "vit",
-            "deit",
-            "dinov2",
-            "dinov2_with_registers",
-            "dinov3_vit",
-            "internvl_vision",
+            *("clip_vision_model", "siglip_vision_model", "vit", "deit", "dinov2", "dinov2_with_registers"),
+            *("dinov3_vit", "internvl_vision"),
         ),
         PATCHES,
     ),

@@ -64,7 +64,7 @@ def read_item(value: Any, *, sampling_rate: int | None = None, frames: int | Non
         return value
     path = Path(value)
     if path.is_dir():
-        return _read_folder(path, frames)
+        return [read_image(file) for file in _frames_in(path, frames)]
     if not path.is_file():
         remote = re.match(r"[a-z0-9]+://", str(value))
         fix = "Download it first" if remote else "Check the path; relative ones start at the folder of the data file"
@@ -219,10 +219,6 @@ def _read_wave(path: Path) -> tuple[np.ndarray, int]:
     else:
         whole = np.frombuffer(data, f"<i{width}").astype(np.float32)
     return whole.reshape(-1, channels) / float(2 ** (8 * width - 1)), rate
-
-
-def _read_folder(path: Path, frames: int | None) -> list[Any]:
-    return [read_image(file) for file in _frames_in(path, frames)]
 
 
 def _frames_in(path: Path, frames: int | None) -> list[Path]:

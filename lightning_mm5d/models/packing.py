@@ -19,44 +19,12 @@ from lightning_mm5d.config.errors import ConfigError
 
 # Families whose logits of a packed document were compared with those of the document alone (tests/models).
 READ_POSITIONS = frozenset(
-    [
-        "arcee",
-        "cohere",
-        "cohere2",
-        "ernie4_5",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm",
-        "glm4",
-        "gpt2",
-        "gpt_neo",
-        "gpt_neox",
-        "gptj",
-        "granite",
-        "granitemoe",
-        "helium",
-        "hunyuan_v1_dense",
-        "llama",
-        "mistral",
-        "mixtral",
-        "nemotron",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "olmoe",
-        "persimmon",
-        "phi",
-        "phi3",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "seed_oss",
-        "smollm3",
-        "stablelm",
-        "starcoder2",
-    ]
+    (
+        *("arcee", "cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2"),
+        *("gpt_neo", "gpt_neox", "gptj", "granite", "granitemoe", "helium", "hunyuan_v1_dense", "llama"),
+        *("mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3"),
+        *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+    )
 )
 NEED_A_MASK = frozenset(["falcon", "opt"])
 

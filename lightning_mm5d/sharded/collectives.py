@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_mm5d.sharded.remote_value import same_origin
+from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.sharded.torch_internals import (
     all_gather_single,
     is_held_once,
@@ -303,27 +304,19 @@ def owned(x: Tensor) -> Tensor:
 @contextmanager
 def dry_run(groups: Iterable[TensorGroup]) -> Iterator[None]:
     """Let no group communicate meanwhile."""
-    groups = list(groups)
-    for group in groups:
-        group.is_silent = True
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for group in groups:
-            group.is_silent = False
+            stack.enter_context(meanwhile(group, is_silent=True))
+        yield
 
 
 @contextmanager
 def in_one_piece(groups: Iterable[TensorGroup]) -> Iterator[None]:
     """Let no group hand over meanwhile."""
-    before = [(group, group.hand_over) for group in groups]
-    for group, _ in before:
-        group.hand_over = None
-    try:
+    with ExitStack() as stack:
+        for group in groups:
+            stack.enter_context(meanwhile(group, hand_over=None))
         yield
-    finally:
-        for group, hand_over in before:
-            group.hand_over = hand_over
 
 
 class _Differentiable(torch.autograd.Function):

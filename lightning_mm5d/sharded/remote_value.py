@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from lightning_mm5d.config.errors import RemoteParameterError, private
+from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.sharded.tensor import functions_named, is_in_place
 
 
@@ -113,14 +114,9 @@ class Guard:
         """Let go of the module and its run, which placeholders would keep alive through this."""
         self._parameters, self.suspended, self.entered = tuple, lambda _: nullcontext(), None
 
-    @contextmanager
-    def dry_run(self) -> Iterator[None]:
+    def dry_run(self) -> AbstractContextManager[None]:
         """Let remote values be NaN meanwhile, for a run of which nothing but shapes is kept."""
-        before, self.is_dry = self.is_dry, True
-        try:
-            yield
-        finally:
-            self.is_dry = before
+        return meanwhile(self, is_dry=True)
 
     def keeps(self, tensor: Tensor) -> bool:
         """Whether `tensor` has the memory of a parameter, as ``parameter.data`` and ``parameter.detach()`` have."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from types import MethodType
 from typing import Any
@@ -26,6 +26,19 @@ def put(owner: object, name: str, value: Any) -> Callable[[], None]:
             attributes.pop(name, None)
 
     return take_away
+
+
+@contextmanager
+def meanwhile(owner: object, **values: Any) -> Iterator[None]:
+    """Let attributes of `owner` have these values until the end of the context, and then those from before."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 class Removable:

@@ -22,12 +22,8 @@ from lightning_mm5d.source.trees import is_super, method_of, next_method, tree_o
 # Bookkeeping of the frameworks themselves (weight tying, generation): following it would report accesses that a
 # forward pass does not make.
 _NOT_FOLLOWED = (
-    "torch.",
-    "lightning.",
-    "pytorch_lightning.",
-    "lightning_fabric.",
-    "transformers.modeling_utils",
-    "transformers.generation",
+    *("torch.", "lightning.", "pytorch_lightning.", "lightning_fabric."),
+    *("transformers.modeling_utils", "transformers.generation"),
 )
 
 

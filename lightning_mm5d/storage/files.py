@@ -202,9 +202,9 @@ def write_whole(path: Path, data: bytes) -> WrittenFile:
     return WrittenFile.of(data)
 
 
-def flush_folder(path: Path) -> None:
-    """Flush the names of a folder's files to the disk, so that a rename in it outlives a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def flush(path: Path) -> None:
+    """Flush a file, or the names of a folder's files, to the disk, so that a rename in it outlives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_mm5d.config.errors import CheckpointCorruptError, CheckpointUntrustedError
-from lightning_mm5d.storage.tensor_header import storable
+from lightning_mm5d.storage.tensor_file import storable
 
 _DEPTH = 100  # of containers in each other; deeper ones are kept as objects
 _TAG = "$"

@@ -23,7 +23,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from lightning_mm5d.storage.files import flush_folder
+from lightning_mm5d.storage.files import flush
 
 _LOCK, _NEW, _OLD = "mm5d-lock", "mm5d-new", "mm5d-old"
 _HIDDEN = re.compile(rf"\.(?P<name>.+)\.(?P<save>[0-9a-f]{{16}})\.(?:{_LOCK}|{_NEW}|{_OLD})")
@@ -84,7 +84,7 @@ class Replacement:
             if os.path.lexists(self.path) and (self.new.is_dir() or self.path.is_dir()):
                 os.rename(self.path, self._old)
             os.rename(self.new, self.path)
-            flush_folder(self.path.parent)
+            flush(self.path.parent)
         except BaseException:
             self.abort()
             raise

@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_mm5d.checkpoint.optimizer_state import drop_remote_state, names_of
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.gradients.gradients import Gradients
-from lightning_mm5d.gradients.parameter_hooks import ParameterHooks, called, has_hooks
+from lightning_mm5d.gradients.gradients import Gradients, ParameterHooks, called, has_hooks
 from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device

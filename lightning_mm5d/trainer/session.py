@@ -30,8 +30,7 @@ from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.ordered_transport import Wire
 from lightning_mm5d.engine.run_groups import Groups, PayloadGroups, RunGroups, make_groups
 from lightning_mm5d.engine.step import StepGathers, make_gathering
-from lightning_mm5d.gradients.gradients import SumGroups, make_gradients
-from lightning_mm5d.gradients.parameter_hooks import ParameterHooks
+from lightning_mm5d.gradients.gradients import ParameterHooks, SumGroups, make_gradients
 from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import UNSPLIT_SCHEDULES, Graph, Schedule

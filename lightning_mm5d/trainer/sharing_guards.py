@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data_parallel.shared_parameters import Closed, SharedParameter, SharedParameters
-from lightning_mm5d.gradients.parameter_hooks import has_hooks
+from lightning_mm5d.gradients.gradients import has_hooks
 from lightning_mm5d.plan.holdings import DataShard, DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import TELLING, Guard, plain

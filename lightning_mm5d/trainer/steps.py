@@ -29,14 +29,13 @@ from lightning_mm5d.data.batches import split_replicas
 from lightning_mm5d.data.joining import Sizes, merge
 from lightning_mm5d.data.microbatch import Microbatch, batch_samples, counted
 from lightning_mm5d.engine.engine import Ending, Engine
-from lightning_mm5d.gradients.gradients import Gradients, unfrozen
-from lightning_mm5d.gradients.parameter_hooks import published, set_aside, skipped
+from lightning_mm5d.gradients.gradients import Gradients, published, set_aside, skipped, unfrozen
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.data_accesses import refused_writes
 from lightning_mm5d.sharded.remote_value import plain
 from lightning_mm5d.source.loops import appended_by_data
 from lightning_mm5d.stage import StageError
-from lightning_mm5d.tensor_parallel.full_sizes import explained
+from lightning_mm5d.tensor_parallel.apply import explained
 from lightning_mm5d.trainer.batch_parts import BatchParts
 from lightning_mm5d.trainer.guard import position
 from lightning_mm5d.trainer.kept_values import KeptValues

@@ -10,8 +10,7 @@ import torch
 
 from lightning_mm5d.context_parallel.hooks.context_mask import ContextMask
 from lightning_mm5d.context_parallel.hooks.layer_attention import Interface
-from lightning_mm5d.context_parallel.masks.caches import Cache
-from lightning_mm5d.context_parallel.masks.mask import Mask
+from lightning_mm5d.context_parallel.masks.mask import Cache, Mask
 
 
 @dataclass

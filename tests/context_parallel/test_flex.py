@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from context_parallel.test_kernel import Case, Given, assert_close, documents, give
 from lightning_mm5d.context_parallel.kernels import flex, kernel
 from lightning_mm5d.context_parallel.kernels.flex import blocks_of, padded_length
-from lightning_mm5d.context_parallel.masks.mask import TILE
+from lightning_mm5d.context_parallel.masks.mask import TILE, Scoring
 
 CPU = torch.device("cpu")
 by_definition = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -85,9 +85,9 @@ def test_parts_of_the_keys_have_exact_gradients(case: Case) -> None:
     with torch.no_grad():
         for part in parts:
             k, v, tiles = given.k[:, :, part], given.v[:, :, part], given.tiles(part)
-            outs.append(flex.attend(given.q, k, v, tiles, **given.options))
+            outs.append(flex.attend(given.q, k, v, tiles, Scoring(**given.options)))
             whole = (given.out, given.lse)
-            gradients.append(flex.attend_backward(given.d_out, given.q, k, v, *whole, tiles, **given.options))
+            gradients.append(flex.attend_backward(given.d_out, given.q, k, v, *whole, tiles, Scoring(**given.options)))
     out, lse = kernel.merge(*outs[0], *outs[1])
     assert_close(out, given.out)
     assert_close(lse, given.lse)
@@ -102,7 +102,9 @@ def test_backwards_run_no_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     given = without_graph(give(Case()))
     monkeypatch.setattr(flex, "flex_attention", lambda *_, **__: pytest.fail("a forward runs"))
     arguments = (given.d_out, given.q, given.k, given.v, given.out, given.lse, given.tiles())
-    for actual, expected in zip(flex.attend_backward(*arguments, **given.options), given.gradients, strict=True):
+    for actual, expected in zip(
+        flex.attend_backward(*arguments, Scoring(**given.options)), given.gradients, strict=True
+    ):
         assert_close(actual, expected)
 
 
@@ -124,7 +126,7 @@ def test_few_kernels_serve_all_backwards(monkeypatch: pytest.MonkeyPatch) -> Non
         given = without_graph(give(case))
         arguments = (given.d_out, given.q, given.k, given.v, given.out, given.lse, given.tiles())
         with torch.no_grad():
-            found = flex.attend_backward(*arguments, **given.options)
+            found = flex.attend_backward(*arguments, Scoring(**given.options))
         for actual, expected in zip(found, given.gradients, strict=True):
             assert_close(actual, expected)
         return counter.frame_count
@@ -140,11 +142,13 @@ def test_masks_without_an_allowed_pair_run_no_kernel(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(flex, "flex_attention", lambda *_, **__: pytest.fail("a kernel runs"))
     case = Case()
     given = give(case, torch.zeros(1, case.q_length, case.k_length, dtype=torch.bool))
-    out, lse = flex.attend(given.q, given.k, given.v, given.tiles(), **given.options)
+    out, lse = flex.attend(given.q, given.k, given.v, given.tiles(), Scoring(**given.options))
     assert not out.any()
     assert (lse == -torch.inf).all()
     assert lse.dtype == torch.float64
-    found = flex.attend_backward(given.d_out, given.q, given.k, given.v, out, lse, given.tiles(), **given.options)
+    found = flex.attend_backward(
+        given.d_out, given.q, given.k, given.v, out, lse, given.tiles(), Scoring(**given.options)
+    )
     assert not any(gradient.any() for gradient in found)
 
 
@@ -155,7 +159,7 @@ def test_few_kernels_serve_all_masks_and_lengths(monkeypatch: pytest.MonkeyPatch
     def compiled(case: Case) -> int:
         given = give(case)
         with torch.no_grad():
-            assert_close(flex.attend(given.q, given.k, given.v, given.tiles(), **given.options)[0], given.out)
+            assert_close(flex.attend(given.q, given.k, given.v, given.tiles(), Scoring(**given.options))[0], given.out)
         return counter.frame_count
 
     base = Case(rows=2, q_length=300, k_length=400)
@@ -202,7 +206,7 @@ def test_gpus_compute_the_same(case: Case) -> None:
     part = slice(0, 250)
     for keys in (slice(None), part):
         arguments = given.q, given.k[:, :, keys], given.v[:, :, keys], given.tiles(keys)
-        found = kernel.attend(*arguments, **given.options)
+        found = kernel.attend(*arguments, Scoring(**given.options))
         if keys != part:
             assert_close(found[0].double(), given.out, tolerance)
             assert_close(found[1].double(), given.lse, max(1e-3 * (case.dtype != torch.float64), 1e-10))
@@ -219,7 +223,7 @@ def test_long_packed_sequences_on_gpus() -> None:
         q_length=3000, k_length=3000, batch=1, heads=2, groups=1, width=64, value_width=64, dtype=torch.bfloat16
     )
     given = moved(give(case, documents(3000)))
-    out, lse = kernel.attend(given.q, given.k, given.v, given.tiles(), **given.options)
+    out, lse = kernel.attend(given.q, given.k, given.v, given.tiles(), Scoring(**given.options))
     assert_close(out.double(), given.out, 4e-2)
     given.out, given.lse = out, lse
     for actual, expected in zip(given.gradients_of(), given.gradients, strict=True):

@@ -20,8 +20,7 @@ from transformers.masking_utils import create_causal_mask
 
 from host_reads import PretendedDevice
 from lightning_mm5d.context_parallel.hooks.context_mask import ContextMask, StepMasks
-from lightning_mm5d.context_parallel.hooks.layer_attention import Interface
-from lightning_mm5d.context_parallel.hooks.private_names import name_attention
+from lightning_mm5d.context_parallel.hooks.layer_attention import Interface, name_attention
 from lightning_mm5d.context_parallel.masks.mask import Mask
 from lightning_mm5d.sharded.host_copies import HostCopies
 from lightning_mm5d.sharded.sequence import TokenSplit

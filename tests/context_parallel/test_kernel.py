@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mm5d.context_parallel.kernels import kernel
 from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward, merge, plan
-from lightning_mm5d.context_parallel.masks.mask import EMPTY, FULL, PARTIAL, TILE, Mask, Tiles
+from lightning_mm5d.context_parallel.masks.mask import EMPTY, FULL, PARTIAL, TILE, Mask, Scoring, Tiles
 
 SCALE = 0.3
 
@@ -66,7 +66,7 @@ class Given:
 
     def gradients_of(self, keys: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor]:
         k, v = self.k[:, :, keys], self.v[:, :, keys]
-        return attend_backward(self.d_out, self.q, k, v, self.out, self.lse, self.tiles(keys), **self.options)
+        return attend_backward(self.d_out, self.q, k, v, self.out, self.lse, self.tiles(keys), Scoring(**self.options))
 
 
 def dense(
@@ -148,7 +148,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> 
 )
 def test_equals_dense_attention(case: Case) -> None:
     given = give(case)
-    out, lse = attend(given.q, given.k, given.v, given.tiles(), **given.options)
+    out, lse = attend(given.q, given.k, given.v, given.tiles(), Scoring(**given.options))
     assert_close(out, given.out)
     assert_close(lse, given.lse)
     assert out.dtype == lse.dtype == torch.float64
@@ -162,7 +162,8 @@ def test_parts_of_the_keys_add_up_to_the_whole(case: Case, boundary: int) -> Non
     given = give(case)
     parts = [slice(0, boundary), slice(boundary, case.k_length)]
     found = [
-        attend(given.q, given.k[:, :, part], given.v[:, :, part], given.tiles(part), **given.options) for part in parts
+        attend(given.q, given.k[:, :, part], given.v[:, :, part], given.tiles(part), Scoring(**given.options))
+        for part in parts
     ]
     out, lse = merge(*found[0], *found[1])
     assert_close(out, given.out)
@@ -182,7 +183,7 @@ def test_shards_are_positions_among_other_tokens(softcap: float | None) -> None:
         lambda b, h, q, k: given.allowed[b, q, k], batch=2, q_length=600, k_length=600, device=torch.device("cpu")
     )
     q, k, v = given.q[:, :, q_tokens], given.k[:, :, k_tokens], given.v[:, :, k_tokens]
-    out, lse = attend(q, k, v, mask.tiles(q_tokens, k_tokens), **given.options)
+    out, lse = attend(q, k, v, mask.tiles(q_tokens, k_tokens), Scoring(**given.options))
     expected, expected_lse = dense(q, k, v, given.allowed[:, q_tokens][:, :, k_tokens], SCALE, softcap)
     assert_close(out, expected)
     assert_close(lse, expected_lse)
@@ -205,7 +206,7 @@ def test_a_sink_in_the_log_sum_exp_takes_its_share_of_the_gradients() -> None:
 def test_queries_without_keys_get_nothing_and_give_nothing(softcap: float | None) -> None:
     case = Case(softcap=softcap)
     given = give(case, torch.zeros(1, case.q_length, case.k_length, dtype=torch.bool))
-    out, lse = attend(given.q, given.k, given.v, given.tiles(), **given.options)
+    out, lse = attend(given.q, given.k, given.v, given.tiles(), Scoring(**given.options))
     assert not out.any()
     assert (lse == -torch.inf).all()
     assert not any(gradient.any() for gradient in given.gradients_of())
@@ -218,10 +219,10 @@ def test_shards_may_be_empty(q_length: int, k_length: int, softcap: float | None
     mask = Mask(None, batch=2, q_length=300, k_length=400, device=torch.device("cpu"))
     tiles = mask.tiles(torch.arange(q_length), torch.arange(k_length))
     q, k, v, d_out = given.q[:, :, :q_length], given.k[:, :, :k_length], given.v[:, :, :k_length], given.d_out
-    out, lse = attend(q, k, v, tiles, scale=SCALE, softcap=softcap)
+    out, lse = attend(q, k, v, tiles, Scoring(SCALE, softcap))
     assert out.shape == q.shape
     assert (lse == -torch.inf).all()
-    found = attend_backward(d_out[:, :, :q_length], q, k, v, out, lse, tiles, scale=SCALE, softcap=softcap)
+    found = attend_backward(d_out[:, :, :q_length], q, k, v, out, lse, tiles, Scoring(SCALE, softcap))
     for gradient, value in zip(found, (q, k, v), strict=True):
         assert gradient.shape == value.shape
         assert not gradient.any()
@@ -233,7 +234,7 @@ def test_other_precisions_are_as_close_as_their_inputs_are(
     dtype: torch.dtype, tolerance: float, softcap: float | None
 ) -> None:
     given = give(Case(rows=2, dtype=dtype, softcap=softcap))
-    out, lse = attend(given.q, given.k, given.v, given.tiles(), **given.options)
+    out, lse = attend(given.q, given.k, given.v, given.tiles(), Scoring(**given.options))
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     assert_close(out.double(), given.out, tolerance)
     assert_close(lse.double(), given.lse, 1e-5)
@@ -245,9 +246,9 @@ def test_other_precisions_are_as_close_as_their_inputs_are(
 
 def test_autocast_changes_nothing() -> None:
     given = give(Case(dtype=torch.float32, softcap=2.0))
-    plain = attend(given.q, given.k, given.v, given.tiles(), **given.options)
+    plain = attend(given.q, given.k, given.v, given.tiles(), Scoring(**given.options))
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = attend(given.q, given.k, given.v, given.tiles(), **given.options)
+        mixed = attend(given.q, given.k, given.v, given.tiles(), Scoring(**given.options))
     for one, other in zip(plain, mixed, strict=True):
         assert_close(one, other, 0.0)
 
@@ -306,7 +307,7 @@ def test_only_tiles_with_an_allowed_pair_are_computed(monkeypatch: pytest.Monkey
         monkeypatch.setattr(kernel, name, counted(name, q_at))
     tiles = given.tiles()
     assert {EMPTY, PARTIAL, FULL} == set(tiles.kinds.unique().tolist())
-    assert_close(attend(given.q, given.k, given.v, tiles, scale=SCALE)[0], given.out)
+    assert_close(attend(given.q, given.k, given.v, tiles, Scoring(SCALE))[0], given.out)
     given.gradients_of()
     sides = torch.full((tiles.kinds.shape[1],), TILE)
     sides[-1] = 1500 - (len(sides) - 1) * TILE
@@ -336,8 +337,8 @@ def test_no_tensor_grows_with_the_square_of_the_sequence(softcap: float | None) 
     mask = Mask(lambda b, h, q, k: q >= k, batch=1, q_length=length, k_length=length, device=torch.device("cpu"))
     tiles = mask.tiles(torch.arange(length), torch.arange(length))
     with Largest() as largest:
-        out, lse = attend(values, values, values, tiles, scale=SCALE, softcap=softcap)
-        attend_backward(values, values, values, values, out, lse, tiles, scale=SCALE, softcap=softcap)
+        out, lse = attend(values, values, values, tiles, Scoring(SCALE, softcap))
+        attend_backward(values, values, values, values, out, lse, tiles, Scoring(SCALE, softcap))
     assert largest.elements <= kernel.MIXED_PAIRS
     assert length**2 >= kernel.MIXED_PAIRS * 16
 
@@ -354,7 +355,7 @@ def test_wide_masks_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
         "__init__",
         lambda self, values, blind: (sizes.append(values.numel()), made(self, values, blind))[1],
     )
-    out, _ = attend(given.q, given.k, given.v, given.tiles(), scale=SCALE)
+    out, _ = attend(given.q, given.k, given.v, given.tiles(), Scoring(SCALE))
     assert_close(out, given.out)
     for actual, expected in zip(given.gradients_of(), given.gradients, strict=True):
         assert_close(actual, expected)
@@ -365,8 +366,8 @@ def test_wide_masks_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
 def test_plans_and_masks_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     given = give(Case(q_length=500, k_length=500, heads=1, groups=1))
     tiles = given.tiles()
-    first = attend(given.q, given.k, given.v, tiles, scale=SCALE)
+    first = attend(given.q, given.k, given.v, tiles, Scoring(SCALE))
     monkeypatch.setattr(Tiles, "allowed", lambda *_: pytest.fail("the mask is asked again"))
     monkeypatch.setattr(kernel, "Plan", lambda *_: pytest.fail("a plan is made again"))
-    second = attend(given.q, given.k, given.v, tiles, scale=SCALE)
+    second = attend(given.q, given.k, given.v, tiles, Scoring(SCALE))
     assert torch.equal(first[0], second[0])

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import masking_utils as hf
 
 from context_parallel.mask_cases import brute, check, padding, runs
-from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
-from lightning_mm5d.context_parallel.masks.mask import EMPTY, FULL, PARTIAL, TILE, Mask, MaskFunction
+from lightning_mm5d.context_parallel.masks.mask import EMPTY, FULL, PARTIAL, TILE, Cache, Caches, Mask, MaskFunction
 
 Build = Callable[[int, int], MaskFunction]
 

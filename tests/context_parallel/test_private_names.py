@@ -13,33 +13,33 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig
 from transformers.utils import output_capturing
 
-from lightning_mm5d.context_parallel.hooks import private_names
+from lightning_mm5d.context_parallel.hooks import layer_attention
 
 
 def test_the_collector_holds_what_a_model_records() -> None:
-    assert private_names.collector().get() is None
+    assert layer_attention.collector().get() is None
 
 
 def test_a_config_takes_the_name_of_an_attention() -> None:
     config = LlamaConfig()
-    private_names.name_attention(config, "eager")
-    assert private_names.attention_name(config) == "eager"
+    layer_attention.name_attention(config, "eager")
+    assert layer_attention.attention_name(config) == "eager"
 
 
 def test_the_hooks_are_those_that_pack_what_autograd_saves() -> None:
     def same(x: Tensor) -> Tensor:
         return x
 
-    assert private_names.saved_tensor_hooks() is None
+    assert layer_attention.saved_tensor_hooks() is None
     with saved_tensors_hooks(same, same):
-        assert private_names.saved_tensor_hooks() == (same, same)
+        assert layer_attention.saved_tensor_hooks() == (same, same)
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "read"),
     [
-        (output_capturing, "_active_collector", private_names.collector),
-        (torch._C._autograd, "_top_saved_tensors_default_hooks", private_names.saved_tensor_hooks),
+        (output_capturing, "_active_collector", layer_attention.collector),
+        (torch._C._autograd, "_top_saved_tensors_default_hooks", layer_attention.saved_tensor_hooks),
     ],
     ids=["collector", "hooks"],
 )
@@ -53,7 +53,7 @@ def test_a_name_that_has_moved_is_an_error(
 
 def test_a_config_without_the_name_of_an_attention_is_an_error() -> None:
     config = SimpleNamespace()
-    for use in (private_names.attention_name, lambda one: private_names.name_attention(one, "eager")):
+    for use in (layer_attention.attention_name, lambda one: layer_attention.name_attention(one, "eager")):
         with pytest.raises(ImportError, match="_attn_implementation"):
             use(config)
     assert not vars(config)

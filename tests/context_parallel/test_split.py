@@ -19,7 +19,7 @@ from lightning_mm5d.context_parallel.balance import (
     uniform,
     zigzag,
 )
-from lightning_mm5d.context_parallel.masks.caches import Cache
+from lightning_mm5d.context_parallel.masks.mask import Cache
 from lightning_mm5d.sharded.sequence import TokenSplit
 
 SIZES = [(0, 2), (1, 1), (1, 3), (3, 4), (5, 4), (10, 4), (64, 8), (129, 2), (1000, 3), (4096, 8), (5000, 7)]

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_mm5d.data.lazy import Waiting
 from lightning_mm5d.data.microbatch import Microbatch, split
-from lightning_mm5d.data.waiting import Waiting
 
 CPU = torch.device("cpu")
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from lightning_mm5d.config.errors import CheckpointCorruptError
 from lightning_mm5d.storage.files import StateDictSource, TensorSource, opened
-from lightning_mm5d.storage.tensor_file import TensorFile, TensorFileWriter, WrittenFile
-from lightning_mm5d.storage.tensor_header import BLOCK_BYTES, DTYPES
+from lightning_mm5d.storage.tensor_file import BLOCK_BYTES, DTYPES, TensorFile, TensorFileWriter, WrittenFile
 
 
 def _bits(tensor: Tensor) -> Tensor:

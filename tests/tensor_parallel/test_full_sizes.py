@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.tensor_parallel.full_sizes import explained
+from lightning_mm5d.tensor_parallel.apply import explained
 from lightning_mm5d.tensor_parallel.resolve import Division
 
 DIVISION = Division(

@@ -44,7 +44,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_mm5d.context_parallel.exchange.ring import Alone, Core, Local, Ring, nothing, precise
 from lightning_mm5d.context_parallel.exchange.ulysses import Gather, Heads, SumScattered, joined, within
-from lightning_mm5d.context_parallel.masks.mask import Mask
+from lightning_mm5d.context_parallel.masks.mask import Mask, Scoring
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.kept_results import as_one
 from lightning_mm5d.sharded.sequence import TokenSplit
@@ -193,7 +193,7 @@ def context_attention(
     """
     q, k, v = _cast(q, k, v)
     _check(q, k, v, split, groups, mode, sinks)
-    return _Attention.apply(q, k, v, sinks, _way(q, k, mask, split, groups, mode, scale, softcap))
+    return _Attention.apply(q, k, v, sinks, _way(q, k, mask, split, groups, mode, Scoring(scale, softcap)))
 
 
 def local_attention(
@@ -236,7 +236,7 @@ def local_attention(
             f" queries and {len(k_tokens)} keys."
         )
     _check_heads(q, k, v, sinks)
-    return _Attention.apply(q, k, v, sinks, _Way(core=Alone(Local(mask, scale, softcap), q_tokens, k_tokens)))
+    return _Attention.apply(q, k, v, sinks, _Way(core=Alone(Local(mask, Scoring(scale, softcap)), q_tokens, k_tokens)))
 
 
 def first_tokens(mask: Mask, size: int, device: torch.device) -> Tensor:
@@ -261,19 +261,12 @@ class _Way:
 
 
 def _way(
-    q: Tensor,
-    k: Tensor,
-    mask: Mask,
-    split: TokenSplit,
-    groups: ContextGroups,
-    mode: Mode,
-    scale: float,
-    softcap: float | None,
+    q: Tensor, k: Tensor, mask: Mask, split: TokenSplit, groups: ContextGroups, mode: Mode, scoring: Scoring
 ) -> _Way:
     if groups.is_silent or not split.size:
         return _Way(core=_Shapes())
     device = q.device
-    local, tokens = Local(mask, scale, softcap), first_tokens(mask, split.size, device)
+    local, tokens = Local(mask, scoring), first_tokens(mask, split.size, device)
     if groups.whole.size == 1:
         return _Way(core=Alone(local, tokens, tokens))
     if mode == "allgather":

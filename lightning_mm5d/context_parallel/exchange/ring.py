@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward, merge
-from lightning_mm5d.context_parallel.masks.mask import Mask, Tiles
+from lightning_mm5d.context_parallel.masks.mask import Mask, Scoring, Tiles
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.sequence import Hop, TokenSplit
 
@@ -55,56 +55,44 @@ class Local:
 
     Args:
         mask: of the whole sequence.
-        scale: factor of the scores.
-        softcap: bound of the scores.
+        scoring: scale and bound of the scores.
     """
 
-    def __init__(self, mask: Mask, scale: float, softcap: float | None) -> None:
-        self._mask = mask
-        self._scale, self._softcap = scale, softcap
+    def __init__(self, mask: Mask, scoring: Scoring) -> None:
+        self._mask, self._scoring = mask, scoring
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, q_tokens: Tensor, k_tokens: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, q_at: Tensor, k_at: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return output [B, H, Sq, Dv] and log-sum-exp [B, H, Sq], or None where no query sees any of the keys.
 
         Args:
             q: [B, H, Sq, D].
             k: [B, G, Sk, D].
             v: [B, G, Sk, Dv].
-            q_tokens: which tokens the queries are, ascending, [Sq].
-            k_tokens: which tokens the keys are, ascending, [Sk].
+            q_at: which tokens the queries are, ascending, [Sq].
+            k_at: which tokens the keys are, ascending, [Sk].
         """
-        tiles = self._tiles(q, k, q_tokens, k_tokens)
-        return None if tiles is None else attend(q, k, v, tiles, scale=self._scale, softcap=self._softcap)
+        tiles = self._tiles(q, k, q_at, k_at)
+        return None if tiles is None else attend(q, k, v, tiles, self._scoring)
 
     def gradients(
-        self,
-        d_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        q_tokens: Tensor,
-        k_tokens: Tensor,
+        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, q_at: Tensor, k_at: Tensor
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the gradients of `q`, `k` and `v`, or None where no query sees any of the keys.
 
         Args:
             d_out, out: [B, H, Sq, Dv], of all keys that the queries see anywhere.
             lse: [B, H, Sq], likewise.
-            q, k, v, q_tokens, k_tokens: as of `attend`.
+            q, k, v, q_at, k_at: as of `attend`.
         """
-        tiles = self._tiles(q, k, q_tokens, k_tokens)
+        tiles = self._tiles(q, k, q_at, k_at)
         if tiles is None:
             return None
-        return attend_backward(d_out, q, k, v, out, lse, tiles, scale=self._scale, softcap=self._softcap)
+        return attend_backward(d_out, q, k, v, out, lse, tiles, self._scoring)
 
-    def _tiles(self, q: Tensor, k: Tensor, q_tokens: Tensor, k_tokens: Tensor) -> Tiles | None:
+    def _tiles(self, q: Tensor, k: Tensor, q_at: Tensor, k_at: Tensor) -> Tiles | None:
         if not q.numel() or not k.numel():
             return None
-        tiles = self._mask.tiles(q_tokens, k_tokens)
+        tiles = self._mask.tiles(q_at, k_at)
         return tiles if tiles.kinds.any() else None
 
 

@@ -42,11 +42,11 @@ from lightning_mm5d.context_parallel.hooks.layer_tensors import (
 )
 from lightning_mm5d.context_parallel.hooks.layer_ways import LayerInput, LayerWays
 from lightning_mm5d.context_parallel.hooks.whole_modules import WholeCall, WholeModules, takes_products
-from lightning_mm5d.context_parallel.masks.caches import Cache
+from lightning_mm5d.context_parallel.masks.mask import Cache
 from lightning_mm5d.data.random_state import drawing_together
 from lightning_mm5d.partition.parts import at, hidden_place
 from lightning_mm5d.sharded.kept_results import unseen
-from lightning_mm5d.sharded.removable import Removable
+from lightning_mm5d.sharded.removable import Removable, meanwhile
 from lightning_mm5d.sharded.sequence import ShardedSequence
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.source.trees import method_of, names
@@ -229,11 +229,8 @@ class ContextParallel(Removable):
         original = module.generate
 
         def generate(*args: Any, **kwargs: Any) -> Any:
-            before, self._generates = self._generates, True
-            try:
+            with meanwhile(self, _generates=True):
                 return original(*args, **kwargs)  # type: ignore[operator]
-            finally:
-                self._generates = before
 
         self.put_attribute(module, "generate", generate)
 

@@ -41,8 +41,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, packed_sequence_mask_function
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
-from lightning_mm5d.context_parallel.masks.mask import Mask
+from lightning_mm5d.context_parallel.masks.mask import Cache, Caches, Mask
 from lightning_mm5d.context_parallel.masks.trace import MaskFunction
 from lightning_mm5d.sharded.host_copies import on_device
 
@@ -211,16 +210,8 @@ def multimodal_mask(
 _OF_SHAPE = {
     getattr(found, "__get__", found)
     for found in (
-        Tensor.shape,
-        Tensor.dtype,
-        Tensor.device,
-        Tensor.ndim,
-        Tensor.requires_grad,
-        Tensor.is_leaf,
-        Tensor.layout,
-        Tensor.grad_fn,
-        Tensor.is_cuda,
-        Tensor.is_meta,
+        *(Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad, Tensor.is_leaf, Tensor.layout),
+        *(Tensor.grad_fn, Tensor.is_cuda, Tensor.is_meta),
     )
 } | {Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel, Tensor.stride, Tensor.is_contiguous}
 

@@ -12,16 +12,20 @@ comes out as a `ContextMask`.
 
 Several modalities (an encoder and a decoder) and modules outside of sharded layers (a pooling head) may read one
 config. An `Interface` finds the attention of a module.
+
+**Private names** of torch and transformers have one function each, which raises `ImportError` where the name has moved:
+neither library has a public way to read them.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,16 +40,40 @@ from transformers.masking_utils import (
     padding_mask_function,
     prepare_padding_mask,
 )
+from transformers.utils import output_capturing
 
-from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.context_parallel.exchange.attention import ContextGroups, Mode, context_attention, local_attention
 from lightning_mm5d.context_parallel.hooks.context_mask import ContextMask, StepMasks
-from lightning_mm5d.context_parallel.hooks.private_names import attention_name, name_attention, saved_tensor_hooks
-from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
-from lightning_mm5d.context_parallel.masks.mask import Mask, MaskFunction
+from lightning_mm5d.context_parallel.masks.mask import Cache, Caches, Mask, MaskFunction
 from lightning_mm5d.sharded.kept_results import unseen
+from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.sharded.sequence import TokenSplit
 from lightning_mm5d.sharded.tensor import Sharded
+
+_SETTING = "_attn_implementation"
+
+
+def collector() -> ContextVar[dict[str, Any] | None]:
+    """Return the variable with the records that a transformers model collects now, such as router logits."""
+    return cast("ContextVar[dict[str, Any] | None]", private(output_capturing, "_active_collector"))
+
+
+def attention_name(config: Any) -> str | None:
+    """Return the name of the attention that a transformers config chooses."""
+    return cast("str | None", private(config, _SETTING))
+
+
+def name_attention(config: Any, name: str | None) -> None:
+    """Choose an attention, for a config and all that it sets together with itself."""
+    private(config, _SETTING)
+    setattr(config, _SETTING, name)
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """Return the pair of functions that packs and unpacks what autograd saves now; None where nothing does."""
+    found = private(torch._C._autograd, "_top_saved_tensors_default_hooks")(True)
+    return cast("tuple[Any, Any] | None", found)
 
 
 class TorchAttention(TorchFunctionMode):
@@ -215,36 +243,21 @@ class Attention:
         """Go on with the microbatch that `take` returned `state` of."""
         self.is_replaying, self._is_off, self._call = state
 
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
+    def replaying(self) -> AbstractContextManager[None]:
         """Around a backward, in which attention may be computed again."""
-        self.is_replaying = True
-        try:
-            yield
-        finally:
-            self.is_replaying = False
+        return meanwhile(self, is_replaying=True)
 
     @contextmanager
     def during(self, call: Call) -> Iterator[Call]:
         """Attend as `call` says meanwhile."""
-        before, self._call = self._call, call
         options = (call.is_differentiated, lambda: self._is_off)
         takes = TorchAttention(self._name, self.attend, *options) if self.takes_products else nullcontext()
-        try:
-            with takes:
-                yield call
-        finally:
-            self._call = before
+        with meanwhile(self, _call=call), takes:
+            yield call
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> AbstractContextManager[None]:
         """Leave attention alone meanwhile: what attends has all tokens."""
-        before = self._call, self._is_off
-        self._call, self._is_off = None, True
-        try:
-            yield
-        finally:
-            self._call, self._is_off = before
+        return meanwhile(self, _call=None, _is_off=True)
 
     @torch.compiler.disable
     def attend(

@@ -37,9 +37,8 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.context_parallel.balance import by_items, distribute
 from lightning_mm5d.context_parallel.exchange.attention import ContextGroups
-from lightning_mm5d.context_parallel.hooks.layer_attention import Call
-from lightning_mm5d.context_parallel.hooks.private_names import collector
-from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
+from lightning_mm5d.context_parallel.hooks.layer_attention import Call, collector
+from lightning_mm5d.context_parallel.masks.mask import Cache, Caches
 from lightning_mm5d.partition.parts import Place
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.sequence import Holders, ShardedSequence, TokenSplit, is_tokens

@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.sharded.sequence import ShardedSequence
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.sharded.torch_internals import is_view
@@ -271,14 +272,9 @@ class WholeModules:
         """Go on with the microbatch that `take` returned `state` of."""
         self._call, self._is_inside = state
 
-    @contextmanager
-    def during(self, call: WholeCall | None) -> Iterator[None]:
+    def during(self, call: WholeCall | None) -> AbstractContextManager[None]:
         """Run modules as `call` says meanwhile."""
-        before, self._call = self._call, call
-        try:
-            yield
-        finally:
-            self._call = before
+        return meanwhile(self, _call=call)
 
     def surveying(self, modules: frozenset[int], sequence: ShardedSequence) -> Surveying:
         """Return what lets a probe see the modules with these ids."""
@@ -341,12 +337,8 @@ class WholeModules:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Run everything as without context parallelism meanwhile."""
-        before, self._is_inside = self._is_inside, True
-        try:
-            with self._plainly():
-                yield
-        finally:
-            self._is_inside = before
+        with meanwhile(self, _is_inside=True), self._plainly():
+            yield
 
     def _own(self, result: Any, call: WholeCall, like: Tensor, dim: int) -> Any:
         """This rank's tokens of a result."""
@@ -458,11 +450,9 @@ class Surveying:
                 raise ValueError("it calls other modules for one token than for several")
             self._known[few.key] = self._owner.learn(self._sequence, few, single)
 
-    @contextmanager
-    def during(self) -> Iterator[None]:
+    def during(self) -> AbstractContextManager[None]:
         """Around a run of the layer."""
-        with self._owner.during(WholeCall(self._modules, self._sequence, survey=self._known)):
-            yield
+        return self._owner.during(WholeCall(self._modules, self._sequence, survey=self._known))
 
     @property
     def dims(self) -> dict[Key, Dims]:

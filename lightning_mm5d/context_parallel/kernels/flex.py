@@ -48,7 +48,7 @@ from torch.nn.functional import pad
 from torch.torch_version import TorchVersion
 
 from lightning_mm5d.config.errors import private
-from lightning_mm5d.context_parallel.masks.mask import EMPTY, FULL, PARTIAL, TILE, Tiles
+from lightning_mm5d.context_parallel.masks.mask import EMPTY, FULL, PARTIAL, TILE, Scoring, Tiles
 from lightning_mm5d.sharded.host_copies import on_device
 
 WORD = 32  # bits
@@ -174,47 +174,36 @@ def takes(q: Tensor, v: Tensor) -> bool:
     return known and min(q.shape[-1], v.shape[-1]) >= NARROWEST
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, *, scale: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp, as `kernel.attend` does."""
     blocks = blocks_of(tiles, q.device)
     if blocks.is_empty:
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
     with torch.autocast(q.device.type, enabled=False):
-        if _is_for_flash(q, v, blocks, softcap):
+        if _is_for_flash(q, v, blocks, scoring.softcap):
             q, k, v = (_unit_stride(each) for each in (q, k, v))
-            out, lse, *_ = _flash(q, k, v, 0.0, False, False, scale=scale)
+            out, lse, *_ = _flash(q, k, v, 0.0, False, False, scale=scoring.scale)
             return out, lse
-        return _flex(q, k, v, blocks, tiles, scale, softcap)
+        return _flex(q, k, v, blocks, tiles, scoring)
 
 
 def attend_backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tiles: Tiles,
-    *,
-    scale: float,
-    softcap: float | None = None,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `q`, `k` and `v`, as `kernel.attend_backward` does."""
     blocks = blocks_of(tiles, q.device)
     if blocks.is_empty:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     with torch.autocast(q.device.type, enabled=False):
-        if _is_for_flash(q, v, blocks, softcap):
-            return _flash_gradients(d_out.to(q.dtype), q, k, v, out.to(q.dtype), lse, scale)
-        if softcap is None:
-            return _flex_gradients(d_out, q, k, v, out, lse, blocks, tiles, scale)
+        if _is_for_flash(q, v, blocks, scoring.softcap):
+            return _flash_gradients(d_out.to(q.dtype), q, k, v, out.to(q.dtype), lse, scoring.scale)
+        if scoring.softcap is None:
+            return _flex_gradients(d_out, q, k, v, out, lse, blocks, tiles, scoring.scale)
         with torch.enable_grad():
             # padded here: what is given to a compiled function should be a leaf
             inputs = (_leaf(q, blocks.q_length), _leaf(k, blocks.k_length), _leaf(v, blocks.k_length))
-            part, part_lse = _flex(*inputs, blocks, tiles, scale, softcap)
+            part, part_lse = _flex(*inputs, blocks, tiles, scoring)
             part, part_lse = part[:, :, : q.shape[2]], part_lse[:, :, : q.shape[2]]
         gradients = _gradients_of_part(d_out, out, lse, part.detach(), part_lse.detach())
         dq, dk, dv = torch.autograd.grad((part, part_lse), inputs, gradients)
@@ -235,11 +224,9 @@ def _gradients_of_part(
 # --- FlexAttention ---
 
 
-def _flex(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, tiles: Tiles, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
+def _flex(q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, tiles: Tiles, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp; recorded by autograd where that records."""
-    q_length, cap = q.shape[2], None
+    q_length, cap, softcap = q.shape[2], None, scoring.softcap
     if softcap is not None:
         cap = tiles.caches.functions.get(("cap", softcap), lambda: _capped(softcap))
     run = _compiled("flex_attention", flex_attention, q, tiles)
@@ -251,7 +238,7 @@ def _flex(
             v,
             score_mod=cap,
             block_mask=blocks.mask(tiles),
-            scale=scale,
+            scale=scoring.scale,
             enable_gqa=q.shape[1] != k.shape[1],
             return_aux=AuxRequest(lse=True),
         )

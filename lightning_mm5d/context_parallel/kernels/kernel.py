@@ -9,8 +9,8 @@ Keys may be a part of those that a query sees: `attend` returns the log-sum-exp 
 gradients of a part need nothing else but ``rowsum(d_out * out)`` (Ring Attention, Liu et al. 2023;
 FlashAttention-2, Dao 2023).
 
-cpu.py computes the rest in plain steps, rectangle by rectangle: soft-capped scores on CPU, narrow heads and float64 on
-CUDA, other devices.
+`scored_forward` computes the rest in plain steps, rectangle by rectangle: soft-capped scores on CPU, narrow heads and
+float64 on CUDA, other devices.
 
 Plain functions on values: nothing here is recorded by autograd. Shapes: B batch, H query heads, G key heads
 (H a multiple of G), Sq queries, Sk keys, D width of queries and keys, Dv width of values; m, n of a rectangle.
@@ -26,6 +26,14 @@ where gradients of keys and values are then added up in place and only those of 
 
 A plan is made once per mask and serves all layers. The session's `Caches.biases` keeps the additive masks used last;
 others are made anew. A mixed rectangle has at most `MIXED_PAIRS` pairs: no mask grows with the square of the sequence.
+
+One rectangle of attention in plain steps: for soft-capped scores, which flash kernels do not know.
+
+All is in the dtype of the arguments; autocast is off, it would take their precision back. Scores of a rectangle are
+held whole, so rectangles have at most `LONGEST_SCORED` queries and keys.
+
+Shapes: B batch, H query heads, G key heads, m queries, n keys, D width of queries and keys, Dv width of values. The
+queries of the H / G heads that share a key head are folded into one dim of rows, r = H / G * m.
 """
 
 from __future__ import annotations
@@ -41,8 +49,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_mm5d.context_parallel.kernels import cpu, flex
-from lightning_mm5d.context_parallel.masks.mask import FULL, PARTIAL, TILE, Tiles
+from lightning_mm5d.context_parallel.kernels import flex
+from lightning_mm5d.context_parallel.masks.mask import FULL, PARTIAL, TILE, Scoring, Tiles
 
 MIXED_PAIRS = 1024 * 1024
 LONG = 4  # tiles without a mask that are worth a call of their own
@@ -186,9 +194,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 @torch.no_grad()
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, *, scale: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Return the attention of the queries to these keys.
 
     Args:
@@ -196,16 +202,15 @@ def attend(
         k: [B, G, Sk, D].
         v: [B, G, Sk, Dv].
         tiles: which pairs are allowed, by position in `q` and `k`.
-        scale: factor of the scores.
-        softcap: scores become ``softcap * tanh(scores / softcap)`` before the mask.
+        scoring: scale and bound of the scores.
 
     Returns:
         Output [B, H, Sq, Dv] of `q`'s dtype and log-sum-exp [B, H, Sq], float32, or float64 of float64. A query that
         sees no key has output 0 and log-sum-exp minus infinity.
     """
     if q.is_cuda and flex.takes(q, v):
-        return flex.attend(q, k, v, tiles, scale=scale, softcap=softcap)
-    call = _Calls(q, v, scale, softcap)
+        return flex.attend(q, k, v, tiles, scoring)
+    call = _Calls(q, v, scoring)
     dtype, value_width = q.dtype, v.shape[-1]
     q, k, v = call.taken(q), call.taken(k), call.taken(v)
     rows = plan(tiles, by_keys=False, longest=call.longest)
@@ -230,28 +235,19 @@ def attend(
 
 @torch.no_grad()
 def attend_backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tiles: Tiles,
-    *,
-    scale: float,
-    softcap: float | None = None,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `q`, `k` and `v`, as far as these keys are concerned.
 
     Args:
         d_out: gradient of the output of whole rows, [B, H, Sq, Dv].
-        q, k, v, tiles, scale, softcap: as of `attend`.
+        q, k, v, tiles, scoring: as of `attend`.
         out: output of whole rows, with all keys that a query sees, [B, H, Sq, Dv].
         lse: log-sum-exp of whole rows, [B, H, Sq]; an attention sink included.
     """
     if q.is_cuda and flex.takes(q, v):
-        return flex.attend_backward(d_out, q, k, v, out, lse, tiles, scale=scale, softcap=softcap)
-    call = _Calls(q, v, scale, softcap)
+        return flex.attend_backward(d_out, q, k, v, out, lse, tiles, scoring)
+    call = _Calls(q, v, scoring)
     results = [(each.shape[-1], each.dtype) for each in (q, k, v)]
     d_out, q, k, v, out = (call.taken(each) for each in (d_out, q, k, v, out))
     lse = lse.to(q.dtype).masked_fill(lse == -torch.inf, torch.inf)  # exp(scores - lse) is 0 where nothing is seen
@@ -300,13 +296,12 @@ class _Calls:
     times in bfloat16, where rectangles are small.
     """
 
-    def __init__(self, q: Tensor, v: Tensor, scale: float, softcap: float | None) -> None:
-        self._scale = scale
-        self._softcap = softcap
-        self._is_flash = softcap is None and q.device.type == "cpu"
+    def __init__(self, q: Tensor, v: Tensor, scoring: Scoring) -> None:
+        self._scoring = scoring
+        self._is_flash = scoring.softcap is None and q.device.type == "cpu"
         self._width = max(q.shape[-1], v.shape[-1])
         self._dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.longest = None if self._is_flash else cpu.LONGEST
+        self.longest = None if self._is_flash else LONGEST_SCORED
 
     def taken(self, x: Tensor) -> Tensor:
         """Return `x` as it is computed with; the flash kernel wants one width, and neighbours in memory."""
@@ -318,8 +313,8 @@ class _Calls:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp of a rectangle."""
         if not self._is_flash:
-            return cpu.forward(q, k, v, None if bias is None else bias.values, self._scale, self._softcap)
-        out, lse = _flash(q, k, v, attn_mask=None if bias is None else bias.values, scale=self._scale)
+            return scored_forward(q, k, v, None if bias is None else bias.values, self._scoring)
+        out, lse = _flash(q, k, v, attn_mask=None if bias is None else bias.values, scale=self._scoring.scale)
         if bias is not None and bias.blind is not None:
             lse = lse.masked_fill(bias.blind, -torch.inf)  # the kernel says 0
         return out, lse
@@ -330,5 +325,69 @@ class _Calls:
         """Return the gradients of a rectangle."""
         mask = None if bias is None else bias.values
         if not self._is_flash:
-            return cpu.backward(d_out, q, k, v, out, lse, mask, self._scale, self._softcap)
-        return _flash_backward(d_out, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=self._scale)
+            return scored_backward(d_out, q, k, v, out, lse, mask, self._scoring)
+        return _flash_backward(d_out, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=self._scoring.scale)
+
+
+LONGEST_SCORED = 512
+
+
+def scored_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """Return output [B, H, m, Dv] and log-sum-exp [B, H, m] of these keys.
+
+    Args:
+        q: [B, H, m, D].
+        k: [B, G, n, D].
+        v: [B, G, n, Dv].
+        mask: added to scores, [m, n].
+        scoring: scale and bound of the scores.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        scores, _ = _scores(q, k, mask, scoring)
+        lse = scores.logsumexp(-1)
+        weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
+        out = weights @ v
+        return out.view(*q.shape[:3], v.shape[-1]), lse.view(q.shape[:3])
+
+
+def scored_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, scoring: Scoring
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `q`, `k` and `v`.
+
+    Args:
+        d_out, out: [B, H, m, Dv], of whole rows.
+        lse: [B, H, m], of whole rows; infinity where a query sees nothing at all.
+        q, k, v, mask, scoring: as of `scored_forward`.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        scores, bent = _scores(q, k, mask, scoring)
+        heads = k.shape[1]
+        weights = torch.exp(scores - _folded(lse.unsqueeze(-1), heads))
+        d_rows = _folded(d_out, heads)
+        delta = (d_rows * _folded(out, heads)).sum(-1, keepdim=True)
+        dv = weights.mT @ d_rows
+        d_scores = weights * (d_rows @ v.mT - delta)
+        if bent is not None:
+            d_scores *= 1 - bent.square()  # of tanh
+        d_scores *= scoring.scale
+        dq = d_scores @ k
+        dk = d_scores.mT @ _folded(q, heads)
+        return dq.view(q.shape), dk, dv
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor | None]:
+    """Return scores [B, G, r, n], and ``tanh(scores / softcap)`` before the mask where there is a softcap."""
+    scores = (_folded(q, k.shape[1]) * scoring.scale) @ k.mT
+    bent = None
+    if scoring.softcap is not None:
+        bent = torch.tanh(scores / scoring.softcap)
+        scores = bent * scoring.softcap
+    if mask is not None:
+        scores.unflatten(2, (-1, q.shape[2])).add_(mask)
+    return scores, bent
+
+
+def _folded(x: Tensor, heads: int) -> Tensor:
+    """[B, H, m, D] -> [B, G, r, D]."""
+    return x.unflatten(1, (heads, -1)).flatten(2, 3)

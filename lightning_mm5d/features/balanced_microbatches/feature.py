@@ -8,7 +8,7 @@ and weights, losses, outputs and their order are those of the batch (`data.micro
 Text is no cost here: its rows are padded to one length. What follows each other in a pipeline has an order of its own
 (`longest_first.in_line`), where no encoder's replicas take turns.
 
-Before that, replicas exchange samples where the data set says what these cost (`over_replicas`).
+Before that, replicas exchange samples where the data set says what these cost (`longest_first`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import lightning.pytorch as pl
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.samplers import MOVABLE, leaf_of
 from lightning_mm5d.engine.agreement import Agreement
-from lightning_mm5d.features.balanced_microbatches.longest_first import in_line
-from lightning_mm5d.features.balanced_microbatches.over_replicas import Exchange, costs_of, digest_of
+from lightning_mm5d.features.balanced_microbatches.longest_first import Exchange, costs_of, digest_of, in_line
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 

@@ -67,8 +67,7 @@ from lightning_mm5d.stage.payload import NotSent, Packer, rebuild, tensors_in
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.stage.taps import mark_dependent
 from lightning_mm5d.stage.written import attributes, written
-from lightning_mm5d.storage.tensor_file import TensorFile, TensorFileWriter
-from lightning_mm5d.storage.tensor_header import Entry
+from lightning_mm5d.storage.tensor_file import Entry, TensorFile, TensorFileWriter
 from lightning_mm5d.trainer.feature import Feature
 
 Compute = Callable[..., Any]

@@ -34,8 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.features.deferred_init.deferred_weights import DeferredWeights, tensors_of
 from lightning_mm5d.features.deferred_init.journal import Call, Journal
-from lightning_mm5d.features.deferred_init.pretrained import Streaming
-from lightning_mm5d.features.deferred_init.recipe import Recipe
+from lightning_mm5d.features.deferred_init.pretrained import Recipe, Streaming
 from lightning_mm5d.features.deferred_init.recorded import (
     CPU,
     META,

@@ -22,7 +22,7 @@ from torch import Generator, Tensor, UntypedStorage, nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.features.deferred_init.journal import Replay, sliced
-from lightning_mm5d.features.deferred_init.recipe import Cast, Recipe
+from lightning_mm5d.features.deferred_init.pretrained import Cast, Recipe
 from lightning_mm5d.features.deferred_init.recorded import Memory, Operation, View, default_generator
 
 Kind = Literal["parameter", "buffer", "attribute"]

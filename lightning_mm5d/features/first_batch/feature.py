@@ -11,7 +11,7 @@ chance as many. Phases, once in a run for each step and dataloader, after the fi
 
 1. Each stage runs, without gradients, the first two microbatches, both as one, and the first one again
    (`joined_step.py`).
-2. The first rank where the first replica's step ends compares (`comparisons.py`); where the first microbatch has two
+2. The first rank where the first replica's step ends compares (`joined_step.py`); where the first microbatch has two
    losses, nothing.
 3. What the runs have changed is put back: buffers, attributes, metrics, parameters, random generators.
 4. Where a step has written to buffers, all of it once more: these begin with other values, so that averages
@@ -29,10 +29,17 @@ import torch.distributed as dist
 
 from lightning_mm5d.data.batches import split_replicas
 from lightning_mm5d.data.microbatch import Microbatch
-from lightning_mm5d.features.first_batch.comparisons import SEE, compare, tell_of_buffers, unlike_buffers
-from lightning_mm5d.features.first_batch.joined_step import JoinedStep, put_back
+from lightning_mm5d.features.first_batch.joined_step import (
+    SEE,
+    JoinedStep,
+    compare,
+    put_back,
+    tell_of_buffers,
+    unlike_buffers,
+)
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import plain
+from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.steps import FirstBatch
 
@@ -95,16 +102,12 @@ class _Checks(Attached):
         self, first: FirstBatch, joined: Mapping[int, list[Microbatch]], others: Collection[str] = ()
     ) -> JoinedStep:
         """Run the step on both microbatches and on both as one; `others` begin with other values than they have."""
-        writes, self._steps.writes = self._steps.writes, False
         given = self._module, first.name, first.arguments, joined, first.weights
-        try:
-            with put_back(self._module, self._device) as state:
-                step = JoinedStep(*given, state=state, others=others, **first.options)
-                with step.uncounted():
-                    self._steps.run(step, frozenset())
-                    step.keep_logs()
-        finally:
-            self._steps.writes = writes
+        with meanwhile(self._steps, writes=False), put_back(self._module, self._device) as state:
+            step = JoinedStep(*given, state=state, others=others, **first.options)
+            with step.uncounted():
+                self._steps.run(step, frozenset())
+                step.keep_logs()
         return step
 
     def _compare_buffers(self, first: FirstBatch, joined: Mapping[int, list[Microbatch]], step: JoinedStep) -> None:

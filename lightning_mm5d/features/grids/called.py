@@ -29,12 +29,7 @@ _OF_NUMBERS = {"math", "numpy", "functools", "_functools"}  # whose functions co
 _ROOM = re.compile("^(?:fft|linalg|special)_")  # torch.linalg.norm says that it is linalg_norm
 _LIBRARIES = {
     *sys.stdlib_module_names,
-    "torch",
-    "torchvision",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_fabric",
-    "einops",
+    *("torch", "torchvision", "lightning", "pytorch_lightning", "lightning_fabric", "einops"),
 }
 
 

@@ -33,7 +33,7 @@ from transformers.activations import SiLUActivation
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.context_parallel.hooks.private_names import attention_name
+from lightning_mm5d.context_parallel.hooks.layer_attention import attention_name
 from lightning_mm5d.features.kernels.fields import ATTENTIONS
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.plan.plan import Plan

@@ -47,7 +47,7 @@ from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import settled
-from lightning_mm5d.sharded.removable import put
+from lightning_mm5d.sharded.removable import meanwhile, put
 from lightning_mm5d.source.trees import names, reached, tree_of
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import map_tensors, unsharded
@@ -93,11 +93,8 @@ class _Place:
 
     def gradients(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `torch.autograd.grad` for a step."""
-        self.differentiates = True
-        try:
+        with meanwhile(self, differentiates=True):
             return original(*args, **kwargs)
-        finally:
-            self.differentiates = False
 
 
 class InLockStep(Feature):

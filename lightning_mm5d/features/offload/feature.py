@@ -35,16 +35,8 @@ from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.optimization import AroundUpdates
 
 _BY_PARAMETER = (
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adamax,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.SGD,
+    *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop),
+    *(optim.Rprop, optim.SGD),
 )
 
 

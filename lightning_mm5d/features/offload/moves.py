@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.waiting import Waiting
+from lightning_mm5d.data.lazy import Waiting
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course, Forward
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Kind

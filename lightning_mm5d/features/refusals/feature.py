@@ -473,19 +473,9 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 # by name, where one cannot be tried
-_OVER_FULL_MATRICES = {
-    "Adafactor",
-    "LBFGS",
-    "Muon",
-    "Lamb",
-    "LAMB",
-    "Lars",
-    "LARS",
-    "Shampoo",
-    "SOAP",
-    "Adalomo",
-    "LOMO",
-}
+_OVER_FULL_MATRICES = frozenset(
+    (*("Adafactor", "LBFGS", "Muon", "Lamb", "LAMB", "Lars", "LARS", "Shampoo", "SOAP", "Adalomo", "LOMO"),)
+)
 _TORCH = {
     cls.__module__ for cls in (torch.optim.LBFGS, torch.optim.SparseAdam)
 }  # which need a closure, or sparse values

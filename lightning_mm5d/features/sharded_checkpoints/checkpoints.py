@@ -47,8 +47,8 @@ from lightning_mm5d.features.sharded_checkpoints.sharded_load import (
 )
 from lightning_mm5d.features.sharded_checkpoints.sharded_save import OptimizerPart, Save, decide
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.sharded.removable import put
-from lightning_mm5d.storage.files import flush_folder
+from lightning_mm5d.sharded.removable import meanwhile, put
+from lightning_mm5d.storage.files import flush
 from lightning_mm5d.storage.replacement import new_save_id, remove_checkpoint, resolve
 from lightning_mm5d.trainer.checkpoints import Checkpoints, SavedRun, SavingInShards
 
@@ -161,7 +161,7 @@ def link(target: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     if place.is_dir() and not place.is_symlink():
         remove_checkpoint(place)
     os.replace(aside, place)
-    flush_folder(place.parent)
+    flush(place.parent)
 
 
 def _order(path: Path) -> tuple[int, int] | None:
@@ -235,19 +235,15 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
         return self._open_reports(topic, connection="memory")  # whose thread may be under way beside the other one
 
     def _save_in_memory(self, trainer: pl.Trainer) -> None:
-        usual, self.in_shards, self._is_for_memory = self.in_shards, self, True
         barrier = trainer.strategy.barrier
 
         def later(name: str | None = None) -> None:  # ranks hear of each other's files later than Lightning's own one
             if name != "Trainer.save_checkpoint":
                 barrier(name)
 
-        meet = put(trainer.strategy, "barrier", later)
-        try:
+        with meanwhile(self, in_shards=self, _is_for_memory=True), ExitStack() as undo:
+            undo.callback(put(trainer.strategy, "barrier", later))
             trainer.save_checkpoint("memory", weights_only=False)  # not the weights alone, but the states too
-        finally:
-            meet()
-            self.in_shards, self._is_for_memory = usual, False
 
     @override
     def remove(self, path: str | os.PathLike[str], remove_file: Callable[[Any], None]) -> None:

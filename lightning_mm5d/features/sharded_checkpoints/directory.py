@@ -33,13 +33,13 @@ from lightning_mm5d.storage.files import (
     WrittenFile,
     checked_region,
     corrupt,
-    flush_folder,
+    flush,
     opened,
     read_whole,
     write_whole,
 )
 from lightning_mm5d.storage.replacement import Replacement, resolve
-from lightning_mm5d.storage.tensor_file import TensorFile, TensorFileWriter
+from lightning_mm5d.storage.tensor_file import TensorFile, TensorFileWriter, are_lengths
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -130,7 +130,7 @@ def decode_manifest(text: bytes, path: Path) -> Manifest:
     for name, value in files.items():
         if not is_file_name(name):
             raise corrupt(path, f"it names the file {name!r}, which cannot lie in the directory")
-        if not (isinstance(value, list) and len(value) == 2 and all(type(n) is int and n >= 0 for n in value)):
+        if not (are_lengths(value) and len(value) == 2):
             raise corrupt(path, f"it has no size and checksum of {name!r}")
     return Manifest({name: WrittenFile(*value) for name, value in files.items()}, fields)
 
@@ -205,7 +205,7 @@ class DirectoryWriter:
         """
         try:
             write_whole(self.folder / MANIFEST, encode_manifest(Manifest(files, fields)))
-            flush_folder(self.folder)
+            flush(self.folder)
         except BaseException:
             self.abort()
             raise
@@ -432,13 +432,7 @@ def _sharding(file: TensorFile) -> dict[str, dict[str, list[int]]]:
 
 
 def _places(entry: Any, dims: int) -> bool:
-    lists = entry[_OFFSETS], entry[_FULL]
-    return all(
-        isinstance(numbers, list)
-        and len(numbers) == dims
-        and all(type(number) is int and number >= 0 for number in numbers)
-        for numbers in lists
-    )
+    return all(are_lengths(numbers) and len(numbers) == dims for numbers in (entry[_OFFSETS], entry[_FULL]))
 
 
 def _intersection(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> Box | None:

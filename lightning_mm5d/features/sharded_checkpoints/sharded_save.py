@@ -33,7 +33,7 @@ from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.storage.files import WrittenFile
 from lightning_mm5d.storage.json_state import EncodedState, encode_state
 from lightning_mm5d.storage.replacement import new_save_id
-from lightning_mm5d.storage.tensor_header import storable
+from lightning_mm5d.storage.tensor_file import storable
 
 STATE_FILE, OBJECTS_FILE = "state.json", "objects.pt"
 STATE_DICT, OPTIMIZERS = "state_dict", "optimizer_states"

@@ -249,7 +249,7 @@ def find_plans(root: nn.Module, in_layers: Callable[[str], bool]) -> tuple[list[
     for path, module in paths.items():
         if any(is_in(path, one) for one in closed):
             continue
-        plan = INTERFACE if holds_experts(module) else _family_plan(module)
+        plan = INTERFACE if holds_experts(module) else _FAMILIES.get(type(module).__name__)
         if plan is not None or (_is_list(module) and _is_named(path, module, paths, in_layers)):
             closed.append(path)
             found.append(Found(path, joined(path, plan.experts if plan else ""), plan))
@@ -332,11 +332,6 @@ def _registered(cls: type) -> type[nn.Module] | str | None:
 
 def _names(path: str, module: nn.Module) -> str:
     return f"{path.rpartition('.')[2]} {type(module).__name__}".lower()
-
-
-def _family_plan(module: nn.Module) -> ExpertParallelPlan | None:
-    """Return the plan for a class of modules that is known by its name."""
-    return _FAMILIES.get(type(module).__name__)
 
 
 def _llama4(layer: Any, exchange: Exchange, hidden: Tensor) -> tuple[Tensor, Tensor]:

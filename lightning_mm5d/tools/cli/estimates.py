@@ -22,7 +22,7 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.tools.cli.job import Job
 from lightning_mm5d.tools.cli.terminal import reason
 from lightning_mm5d.tools.planner.activation_trace import Trace, trace
-from lightning_mm5d.tools.planner.optimizer_states import TRAINER, OptimizerStates
+from lightning_mm5d.tools.planner.hollow_tensors import TRAINER, OptimizerStates
 from lightning_mm5d.tools.planner.rank_memory import Step
 from lightning_mm5d.trainer.batch_parts import BatchParts
 

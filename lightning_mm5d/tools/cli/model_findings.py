@@ -47,13 +47,8 @@ from lightning_mm5d.trainer.other_package import check_package
 
 _COMPOSED = "mm5d_multimodal"
 _AUTO = (
-    "AutoModelForImageTextToText",
-    "AutoModelForSeq2SeqLM",
-    "AutoModelForSpeechSeq2Seq",
-    "AutoModelForCausalLM",
-    "AutoModelForMaskedLM",
-    "AutoModelForImageClassification",
-    "AutoModel",
+    *("AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", "AutoModelForCausalLM"),
+    *("AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModel"),
 )
 
 

@@ -41,9 +41,8 @@ VOCABULARY = (
 )
 
 PRECISION = (
-    ruled("precision", "trainer.precision strategy.numerics.main_params",
-          "`fp16`: `16-mixed`; `bf16`: `bf16-true` with float32 "
-          "main parameters; `fp32` and null: `32-true`; left out: as the plugin's default"),
+    ruled("precision", "trainer.precision strategy.numerics.main_params", "`fp16`: `16-mixed`; `bf16`: `bf16-true` "
+          "with float32 main parameters; `fp32` and null: `32-true`; left out: as the plugin's default"),
 )  # fmt: skip
 SCALER = (
     elsewhere("initial_scale", _SCALER, neutral=(2**16, 2.0**16)),
@@ -72,16 +71,14 @@ KNOBS: tuple[Knob, ...] = (
     *PRECISION,
     same("zero_stage", "modality.sharding.zero_stage"),
     ruled("enable_all_optimization", "modality.compute.kernels modality.compute.compile",
-          "Turns the three below on, here and there",
-          neutral=(False,)),
+          "Turns the three below on, here and there", neutral=(False,)),
     *KERNELS,
     ruled("enable_sequence_parallelism", "modality.tensor.sequence_parallel modality.context.cp_mode",
-          "As the mode says",
-          neutral=(False,)),
+          "As the mode says", neutral=(False,)),
     ruled("sequence_parallelism_mode",
           "modality.tensor.sequence_parallel modality.context.cp_mode modality.context.cp_distribution",
-          "`split_gather`: `sequence_parallel: true`; `ring`: `sequence_parallel: ring`; `all_to_all`: "
-          "`cp_mode: ulysses`; `ring_attn`: `cp_mode: ring` with `cp_distribution: zigzag`"),
+          "`split_gather`: `sequence_parallel: true`; `ring`: `sequence_parallel: ring`; `all_to_all`: `cp_mode: "
+          "ulysses`; `ring_attn`: `cp_mode: ring` with `cp_distribution: zigzag`"),
     always("parallel_output", PARALLEL_OUTPUT),
     ruled("num_microbatches", "strategy.batching.num_microbatches", "With several stages"),
     ruled("microbatch_size", "strategy.batching.microbatch_size", "Where `num_microbatches` is not said"),
@@ -110,8 +107,7 @@ KNOBS: tuple[Knob, ...] = (
     costs("overlap_p2p", _OVERLAPS, neutral=(True,)),
     always("overlap_allgather", "The gather of shared parameters overlaps with computation"),
     ruled("fp8_communication", "modality.communication.communication_dtype",
-          "`float8_e5m2` for gradients, `float8_e4m3fn` for the "
-          "rest, but for rows in a `ring`", neutral=(False,)),
+          "`float8_e5m2` for gradients, `float8_e4m3fn` for the rest, but for rows in a `ring`", neutral=(False,)),
     results("use_fp8", "Products in float8 are the Trainer's precision plugin: transformer-engine", neutral=(False,)),
     ruled("inner_ring_size", "modality.context.inner_ring_size", "With `ring_attn`"),
 )  # fmt: skip
@@ -132,12 +128,7 @@ MOE_KNOBS = tuple(one for knob in KNOBS for one in _of_experts(knob))
 _MODES = ("split_gather", "ring", "all_to_all", "ring_attn")
 _STYLES = ("1f1b", "interleaved", "zbv")
 _OF_PIPELINES = (
-    "num_microbatches",
-    "microbatch_size",
-    "pp_style",
-    "num_model_chunks",
-    "scheduler_nodes",
-    "num_layers_per_stage",
+    *("num_microbatches", "microbatch_size", "pp_style", "num_model_chunks", "scheduler_nodes", "num_layers_per_stage"),
     "gradient_checkpoint_config.num_ckpt_layers_per_stage",
 )
 
@@ -324,17 +315,16 @@ def _convert_dtypes(draft: Draft, *, shares: bool) -> None:
 
 LEGACY_KNOBS: tuple[Knob, ...] = (
     same("parallel.pipeline.size", "modality.pp_size"),
-    ruled("parallel.tensor.size", "modality.tp_size modality.cp_size", "`cp_size` with "
-          "`mode=\"sequence\"`"),
+    ruled("parallel.tensor.size", "modality.tp_size modality.cp_size", "`cp_size` with `mode=\"sequence\"`"),
     ruled("parallel.tensor.mode", "modality.tensor.tp_mode modality.context.cp_mode modality.context.cp_distribution",
-          "`1d`: `tp_size` says "
-          "it; `2d`, `2.5d`, `3d`: the same words; `sequence`: `cp_mode: ring` with `cp_distribution: uniform`"),
+          "`1d`: `tp_size` says it; `2d`, `2.5d`, `3d`: the same words; `sequence`: `cp_mode: ring` with "
+          "`cp_distribution: uniform`"),
     ruled("parallel.tensor.depth", "modality.tensor.tp_depth", "Of `2.5d`"),
     always("parallel.data.size", "The number of ranks decides, here and there"),
     same("parallel.moe.size", "modality.ep_size"),
     ruled("NUM_MICRO_BATCHES", "strategy.batching.num_microbatches", "With several stages"),
-    ruled("model.num_chunks", "modality.pipeline.pp_chunks strategy.schedule",
-          "Above 1, with `interleaved`", neutral=(1,)),
+    ruled("model.num_chunks", "modality.pipeline.pp_chunks strategy.schedule", "Above 1, with `interleaved`",
+          neutral=(1,)),
     ruled("zero", "modality.sharding.zero_stage", "Its `level`, or 3", neutral=(None,)),
     ruled("fp16", "trainer.precision", "`16-mixed`; its scaler is the Trainer's", neutral=(None,)),
     same("clip_grad_norm", "trainer.gradient_clip_val", neutral=(0, 0.0)),

@@ -38,11 +38,9 @@ MODAL_KNOBS: tuple[Knob, ...] = (
     same("tp_size", "modality.tp_size"),
     ruled("sp_size", "modality.cp_size", "", neutral=(1,)),
     ruled("sequence_parallelism_mode", "modality.context.cp_mode",
-          "`all_to_all`: `ulysses`; `ring_attn`, which gathers keys "
-          "and values a head at a time: `allgather`"),
+          "`all_to_all`: `ulysses`; `ring_attn`, which gathers keys and values a head at a time: `allgather`"),
     ruled("pipeline_template.modules_per_stage", "modality.pipeline.pipeline_template modality.pp_size",
-          "`{stages: [...]}` "
-          "with numbers of layers; other modules stay with the first or last layer"),
+          "`{stages: [...]}` with numbers of layers; other modules stay with the first or last layer"),
     always("pipeline_template.model_name", "Layers are found in the model"),
     costs("pipeline_template.latency", "`cost`, for the search of a layout", neutral=(0, 0.0)),
     costs("pipeline_template.kstar_latency", "`mm5d plan` simulates schedules", neutral=(0, 0.0)),
@@ -51,8 +49,7 @@ MODAL_KNOBS: tuple[Knob, ...] = (
     results("custom_policy", "A policy is code: write a TensorParallelPlan and register it with "
             "`register_tensor_parallel_plan`; most models need none"),
     ruled("context_parallel_distribution_mode", "modality.context.cp_distribution",
-          "Of its `shard_config`: the same words in "
-          "lower case"),
+          "Of its `shard_config`: the same words in lower case"),
 )  # fmt: skip
 
 KNOBS: tuple[Knob, ...] = (
@@ -78,8 +75,7 @@ UNLIKE_KNOBS: tuple[Knob, ...] = (
     ruled("pipelines", "modality.pipeline.pipelines modality.dp_size",
           "A template per replica, or its lists of modules alone; `dp_size` where each has one stage"),
     ruled("num_microbatches", "strategy.batching.num_microbatches modality.pipeline.speeds",
-          "One number per replica: their mean, with "
-          "the numbers as speeds"),
+          "One number per replica: their mean, with the numbers as speeds"),
 )  # fmt: skip
 
 

@@ -272,12 +272,10 @@ def _flat(
 KERNELS: tuple[Knob, ...] = (
     ruled("enable_fused_normalization", "modality.compute.kernels", "`rms_norm`, for models with norms like Llama's",
           neutral=(False,)),
-    ruled("enable_flash_attention", "modality.compute.kernels",
-          "`sdpa`, with a `cp_size` of 1: on GPUs flash attention where "
-          "masks allow it. `flash_attention_2` is that of the package", neutral=(False,)),
+    ruled("enable_flash_attention", "modality.compute.kernels", "`sdpa`, with a `cp_size` of 1: on GPUs flash "
+          "attention where masks allow it. `flash_attention_2` is that of the package", neutral=(False,)),
     ruled("enable_jit_fused", "modality.compute.compile",
-          "`true`, without `sequence_parallel`: whole layers are compiled",
-          neutral=(False,)),
+          "`true`, without `sequence_parallel`: whole layers are compiled", neutral=(False,)),
 )  # fmt: skip
 """In the order of the constructors."""
 

@@ -36,7 +36,7 @@ from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.kept_results import operations_named
 from lightning_mm5d.tools.planner.activation_trace import Storages, Trace, UnitUse
 from lightning_mm5d.tools.planner.flights import Flight, Reduced, StageFlight, flown, reduced
-from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates, StateBytes
+from lightning_mm5d.tools.planner.hollow_tensors import OptimizerStates, StateBytes
 
 BUCKET_BYTES = 25 * 2**20
 

@@ -23,7 +23,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.loader import shard_loader
 from lightning_mm5d.data.samplers import Epoch, Start
 from lightning_mm5d.features.balanced_microbatches.feature import BalancedMicrobatches
-from lightning_mm5d.features.balanced_microbatches.over_replicas import Exchange, costs_of, digest_of
+from lightning_mm5d.features.balanced_microbatches.longest_first import Exchange, costs_of, digest_of
 from lightning_mm5d.features.elastic import rest_of_shards
 
 IMAGES = np.minimum(30, np.random.default_rng(0).lognormal(1, 1, 200)).astype(int)

@@ -17,8 +17,7 @@ from torchmetrics import MeanMetric
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from lightning_mm5d.features.cached_features.encoder_state import EncoderState
-from lightning_mm5d.models.modality_encoder import ModalityEncoder
-from lightning_mm5d.models.projectors import ProjectorConfig
+from lightning_mm5d.models.modality_encoder import ModalityEncoder, ProjectorConfig
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_mm5d.features.deferred_init.recipe import Stored, TracedTensor
+from lightning_mm5d.features.deferred_init.pretrained import Stored, TracedTensor
 from lightning_mm5d.storage.tensor_file import TensorFile
 
 SHAPE = (4, 6, 2)

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from features.toys import PAIR, PIPE, TWINS, Layout, Run, Toy, alone, assert_same, together, weights
-from lightning_mm5d.data.waiting import Waiting
+from lightning_mm5d.data.lazy import Waiting
 from lightning_mm5d.features.unread import UnreadTensors
 from lightning_mm5d.strategy import MultimodalStrategy
 

@@ -15,7 +15,7 @@ from lightning_mm5d.features.refusals.feature import remade
 from lightning_mm5d.partition import partition
 from lightning_mm5d.tensor_parallel.plan_lookup import divide
 from lightning_mm5d.tools.planner.activation_trace import trace
-from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates
+from lightning_mm5d.tools.planner.hollow_tensors import OptimizerStates
 from zoo import CASES
 
 

@@ -18,8 +18,8 @@ from lightning_mm5d.partition import partition
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.tensor_parallel.resolve import Division
 from lightning_mm5d.tools.planner.activation_trace import trace
+from lightning_mm5d.tools.planner.hollow_tensors import OptimizerStates
 from lightning_mm5d.tools.planner.inspect import holdings, report
-from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates
 from lightning_mm5d.tools.planner.rank_memory import RankMemory, Step, memory_of
 from parity.harness import strategy
 

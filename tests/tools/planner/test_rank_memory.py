@@ -17,7 +17,7 @@ from lightning_mm5d import Modality
 from lightning_mm5d.features.refusals.feature import remade
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.tools.planner.activation_trace import trace
-from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates
+from lightning_mm5d.tools.planner.hollow_tensors import OptimizerStates
 from lightning_mm5d.tools.planner.rank_memory import Step, memory_of
 from parity.harness import strategy
 from ranks import run_ranks
