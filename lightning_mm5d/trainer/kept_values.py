@@ -65,7 +65,7 @@ class KeptValues:
 
     def __init__(self, module: pl.LightningModule, apart: Collection[str] = ()) -> None:
         self._module, self._apart = module, apart
-        self._before = _attributes(module)
+        self._before = attributes_of(module)
 
     def restore(self) -> None:
         """Put everything back."""
@@ -109,7 +109,7 @@ class KeptValues:
 class KeptState:
     """All that a step may change but metrics and parameters, as it is when this object is made: for all modules.
 
-    These are attributes of modules of the user's own, buffers, and random generators that modules hold. Runs write to
+    These are attributes of modules, buffers, and random generators that modules hold. Runs write to
     copies of buffers, so that the versions of buffers, which ranks compare, stay as they are.
 
     Args:
@@ -118,9 +118,8 @@ class KeptState:
 
     def __init__(self, module: pl.LightningModule) -> None:
         modules = [one for one in module.modules() if not isinstance(one, (Metric, MetricCollection))]
-        own = [one for one in modules if isinstance(one, pl.LightningModule) or _is_own(one)]
-        self._attributes = [_attributes(one) for one in own]
-        values = [value for one in own for value in vars(one).values()]
+        self._attributes = [attributes_of(one) for one in modules]
+        values = [value for one in modules for value in vars(one).values()]
         self._generators = [(value, _generator_state(value)) for value in values if isinstance(value, _GENERATORS)]
         self._buffers = [(one._buffers, name, buffer) for one in modules for name, buffer in one._buffers.items()]
 
@@ -162,7 +161,7 @@ def _set_generator_state(generator: Any, state: Any) -> None:
         generator.setstate(state)
 
 
-def _attributes(module: nn.Module) -> _Object:
+def attributes_of(module: nn.Module) -> _Object:
     """The attributes of a module, without its parameters, buffers and submodules, and what Lightning keeps there."""
     return _Object(module, 0, lambda name, value: name not in _OF_LIGHTNING and not callable(value))
 
