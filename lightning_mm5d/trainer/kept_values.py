@@ -31,6 +31,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
 from lightning_mm5d.data.joining import BatchNumber, Sizes, merge
@@ -164,6 +165,19 @@ def _set_generator_state(generator: Any, state: Any) -> None:
 def attributes_of(module: nn.Module) -> _Object:
     """The attributes of a module, without its parameters, buffers and submodules, and what Lightning keeps there."""
     return _Object(module, 0, lambda name, value: name not in _OF_LIGHTNING and not callable(value))
+
+
+def memory_kept(owner: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors, and arrays as such, in attributes of an object and of modules inside of it, with their names."""
+    for path, one in owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)]:
+        for key, value in vars(one).items():
+            for leaf in () if key in _OF_LIGHTNING else tree_leaves(value):
+                if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f":
+                    while isinstance(leaf.base, np.ndarray):  # of which the leaf is a part
+                        leaf = leaf.base
+                    leaf = torch.as_tensor(leaf) if leaf.flags.writeable else None
+                if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+                    yield f"{path}.{key}".lstrip("."), leaf
 
 
 def _is_own(value: Any) -> bool:
