@@ -89,9 +89,11 @@ class _Watched(Attached, AroundSteps):
         """Let reads of what this rank alone has of several that compute a module raise, until the next step."""
         attributes = vars(self.modules[path])
         for name in names:
-            value: Any = marked(torch.full((1,), torch.nan), Origin(f"{path}.{name}", self._guard))
-            value = [value] if isinstance(attributes[name], list) else value
-            self._hidden.append((attributes, name, attributes[name], value))
+            own = attributes[name]
+            nothing = torch.full(own.shape if isinstance(own, Tensor) else (1,), torch.nan)
+            value: Any = marked(nothing, Origin(f"{path}.{name}", self._guard))
+            value = [value] if isinstance(own, list) else value
+            self._hidden.append((attributes, name, own, value))
             attributes[name] = value
 
     def _put_back(self) -> None:

@@ -1,7 +1,8 @@
 """Tells what is behind an error of torch about sizes in a module whose linear layers tensor parallel ranks share.
 
 Its code computes on a rank's part of their outputs. Where it writes the full width or number of heads into a view
-(``x.reshape(batch, length, width)``), torch says that the numbers do not fit, and not why.
+(``x.reshape(batch, length, width)``), torch says that the numbers do not fit, and not why. Nor does it say why there is
+no gradient of a gradient.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ def explained(error: RuntimeError, root: nn.Module, division: Division) -> Confi
         root: the LightningModule.
         division: what ranks share of it.
     """
+    if type(error) is RuntimeError and "@once_differentiable" in str(error):
+        rule = "It goes back through layers that ranks share, whose backward has no gradient of its own"
+        fix = "Set tp_size and cp_size to 1, or leave out create_graph"
+        return ConfigError("training_step", "a gradient of a gradient (create_graph=True)", rule, fix)
     if type(error) is not RuntimeError or not _ABOUT_SIZES.search(str(error)):
         return None
     shared: dict[int, tuple[str, list[str]]] = {}

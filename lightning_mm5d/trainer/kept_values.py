@@ -168,10 +168,14 @@ def attributes_of(module: nn.Module) -> _Object:
 
 
 def memory_kept(owner: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors, and arrays as such, in attributes of an object and of modules inside of it, with their names."""
+    """Yield tensors, and arrays as such, in attributes of an object and of modules inside of it, with their names.
+
+    What torch computes anew from another parameter (spectral norm, pruning) is left out.
+    """
     for path, one in owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)]:
         for key, value in vars(one).items():
-            for leaf in () if key in _OF_LIGHTNING else tree_leaves(value):
+            is_made = key in _OF_LIGHTNING or f"{key}_orig" in vars(one).get("_parameters", {})
+            for leaf in () if is_made else tree_leaves(value):
                 if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f":
                     while isinstance(leaf.base, np.ndarray):  # of which the leaf is a part
                         leaf = leaf.base

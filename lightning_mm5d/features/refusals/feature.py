@@ -249,6 +249,7 @@ class Refusals(Feature):
         if running.trainer.state.fn != TrainerFn.FITTING:
             return None
         check_optimizers(running)
+        _check_renormed(running.module, running.plan)
         if running.is_plain or not is_overridden("on_fit_start", running.module):
             return None
         attached = Attached()
@@ -393,6 +394,16 @@ def _check_synced_norms(module: nn.Module, plan: Plan) -> None:
         if isinstance(part, nn.SyncBatchNorm):
             rule = "Each of its forwards waits for all ranks, which run unlike stages or numbers of microbatches"
             raise ConfigError(name, "SyncBatchNorm", rule, "Use BatchNorm, with the statistics of each microbatch")
+
+
+def _check_renormed(module: nn.Module, plan: Plan) -> None:
+    """Refuse trained embeddings that change the rows that a batch reads, where replicas read unlike rows."""
+    tables = {name: one for name, one in module.named_modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag))}
+    for name, one in tables.items() if plan.layout.num_replicas > 1 else ():
+        if one.max_norm is not None and one.weight.requires_grad:
+            rule = "A replica renormalises the rows that it reads alone, so that weights of replicas drift apart"
+            fix = "Leave it out and call embedding.weight.renorm_(2, 0, max_norm) under no_grad in a hook"
+            raise ConfigError(f"{name}.max_norm", one.max_norm, rule, fix)
 
 
 def _check_routers(module: nn.Module, plan: Plan) -> None:
