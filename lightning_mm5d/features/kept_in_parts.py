@@ -9,9 +9,11 @@ the LightningModule. The *home* of a module is the last stage that holds any of 
 3. At the end of a first step the ranks of a replica agree which modules have changed.
 4. The first rank of each home sends what has changed to its replica, where stand-ins have left nothing.
 
-An attribute of more than `_LARGE` elements is not sent, and neither is one of a home that serves several replicas: a
-read of it on other ranks raises. Not seen are attributes that no first step of an epoch changes, those of metrics, and
-those that change in steps without a schedule.
+An attribute of more than `_LARGE` elements is not sent: a read of it on other ranks raises. Neither is one of a home
+that serves several replicas, or of which a replica has several, whose ranks hold what their own microbatches leave, as
+a warning tells. An attribute of a user's own class that the first step of an epoch leaves alone and
+a later one changes is told of by a warning. Not seen are attributes of metrics, and those that change in steps without
+a schedule.
 """
 
 from __future__ import annotations
@@ -34,17 +36,28 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import message_device
-from lightning_mm5d.sharded.remote_value import Origin, is_remote, marked
+from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.stage import Run
 from lightning_mm5d.stage.payload import NotSent
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
-from lightning_mm5d.trainer.kept_values import attributes_of
+from lightning_mm5d.trainer.kept_values import attributes_of, is_own
 
 _LARGE = 1 << 18
 _REPEATED = (
     "{step}: {what} of {path!r} is written for each microbatch, and holds what {count} microbatches leave there, not "
     "what the batch would. Write it in a hook, or set num_microbatches: 1."
 )
+
+
+_LATE = (
+    "{step}: {name!r} of {path!r} is written, and the first step of the epoch left it alone, so that hooks on other "
+    "ranks find there what it was. Write it in each step, or in the first one of an epoch, too."
+)
+_SHARED_OUT = (
+    "{step}: {name!r} of {path!r} is written by several ranks, which share out its microbatches, so that hooks on each "
+    "find there what its own ones left. Return it from the step, or give the module as many replicas as the step has."
+)
+_OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class KeptInParts(Feature):
@@ -59,6 +72,7 @@ class _Watched(Attached, AroundSteps):
     """
     Attributes:
         modules: inside of the LightningModule, by path.
+        own: those of classes of the user's own that this rank computes.
         homes: the stages at which they are computed, by path.
         rank: this one.
         plan: all stages.
@@ -68,44 +82,20 @@ class _Watched(Attached, AroundSteps):
         found = {path: one for path, one in running.module.named_modules() if path and not holds_metrics(one)}
         self.plan, self.rank, self.modules = running.plan, running.rank, found
         self.homes = {path: _home(path, running.plan) for path in found}
-        self._device, self._groups, self._guard = message_device(running.device), running.groups, running.runtime.guard
+        self.own = {path: one for path, one in found.items() if is_own(one) and self.is_here(path)}
+        self._told = set[tuple[type, str]]()
+        self._device, self._groups = message_device(running.device), running.groups
         self._channels: dict[tuple[int, int], TreeChannel] = {}
         self._known: dict[str, tuple[int, list[str]]] = {}
-        self._hidden: list[tuple[dict[str, Any], str, Any, Any]] = []
         running.engine.around.append(self)
 
     def step(self, course: Course) -> AroundStep | None:
         """Watch a step, unless the first of its kind in this epoch has changed nothing."""
         step: Any = course.step
-        self._put_back()
         if Exception in step.forgives:
             return None
         epoch, known = self._known.get(step.name, (-1, []))
-        if epoch == step.epoch:
-            return _Step(self, step, known) if known else None
-        return _Step(self, step, None)
-
-    def hide(self, path: str, names: Sequence[str]) -> None:
-        """Let reads of what this rank alone has of several that compute a module raise, until the next step."""
-        attributes = vars(self.modules[path])
-        for name in names:
-            own = attributes[name]
-            nothing = torch.full(own.shape if isinstance(own, Tensor) else (1,), torch.nan)
-            value: Any = marked(nothing, Origin(f"{path}.{name}", self._guard))
-            value = [value] if isinstance(own, list) else value
-            self._hidden.append((attributes, name, own, value))
-            attributes[name] = value
-
-    def _put_back(self) -> None:
-        while self._hidden:
-            attributes, name, own, shown = self._hidden.pop()
-            if attributes.get(name) is shown:
-                attributes[name] = own
-
-    def remove(self) -> None:
-        """Leave each module with what it has."""
-        self._put_back()
-        super().remove()
+        return _Step(self, step, known if epoch == step.epoch else None)
 
     def agree(self, step: Any, changed: Sequence[str]) -> list[str]:
         """Return the paths that any rank of the replicas which this one serves has changed at their home."""
@@ -131,6 +121,12 @@ class _Watched(Attached, AroundSteps):
     def is_here(self, path: str) -> bool:
         """Whether this rank computes a module."""
         return any(self.rank in ranks for ranks in self.plan.topology.instances(self.homes[path]))
+
+    def is_news(self, cls: type, name: str) -> bool:
+        """Whether nothing was told of an attribute of a class yet."""
+        is_first = (cls, name) not in self._told
+        self._told.add((cls, name))
+        return is_first
 
     def exchange(self, number: int, src: int, rows: list[Any]) -> list[Any]:
         """Return what `src` sends to the ranks of a replica; collective over these."""
@@ -161,6 +157,8 @@ class _Step(AroundStep):
         self._numbers: dict[str, list[dict[str, float]]] = {path: [_numbers(watched.modules[path])] for path in paths}
         self._entered = 0
         self._is_apart = True
+        own = watched.own if watched.plan.topology.edges else {}
+        self._unwatched = {path: _places(one) for path, one in own.items() if path not in self._held}
 
     def forward(self, run: Run, action: Action) -> AbstractContextManager[Any]:
         """Mark, after the run, what it has left in the modules whose home it is."""
@@ -182,6 +180,7 @@ class _Step(AroundStep):
 
     def end(self) -> None:
         """Join what microbatches have left, and share it."""
+        self._tell_of_late()
         numbers = sorted(self._step.microbatches)
         if len(numbers) == 1 and self._is_apart and not self._step.fails:
             sizes = Sizes.of(self._step.microbatches[numbers[0]])
@@ -202,9 +201,9 @@ class _Step(AroundStep):
                 for path, change in self._watched.exchange(number, src, rows):
                     if change is not None and path not in self._here:
                         self._held[path].apply(change)
-        for path, change in changes.items():
-            if change is not None and not self._watched.is_own(path):
-                self._watched.hide(path, [name for name, _ in change[1]])
+        for path, change in changes.items() if not self._is_first else ():
+            if change is not None and change[1] and not self._watched.is_own(path):
+                self._say(_SHARED_OUT, path, change[1][0][0])
 
     def _sent(self, path: str, change: list[Any] | None) -> list[Any] | None:
         if change is None:
@@ -215,6 +214,17 @@ class _Step(AroundStep):
             is_sent = is_own and sum(map(Tensor.numel, tensors)) <= _LARGE
             found.append([name, one if is_sent else ["set", NotSent(f"{path}.{name}, which other ranks compute,")]])
         return [change[0], found, change[2]]
+
+    def _tell_of_late(self) -> None:
+        for path, before in self._unwatched.items():
+            now = _places(self._watched.own[path])
+            names = sorted(name for name in now if now[name] != before.get(name))
+            if names:
+                self._say(_LATE, path, names[0])
+
+    def _say(self, text: str, path: str, name: str) -> None:
+        if self._watched.is_news(type(self._watched.modules[path]), name):
+            warnings.warn(text.format(step=self._step.name, name=name, path=path), stacklevel=3)
 
     def _tell(self, changed: Sequence[str]) -> None:
         for path in changed:
@@ -232,6 +242,15 @@ def _numbers(module: nn.Module) -> dict[str, float]:
         name: float(value)
         for name, value in vars(module).items()
         if type(value) in (int, float) or (type(value) is Tensor and value.numel() == 1 and not is_remote(value))
+    }
+
+
+def _places(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """What tells whether attributes are others than before, or containers in them have other lengths."""
+    return {
+        name: (id(value), len(value) if isinstance(value, (list, dict, set)) else 0)
+        for name, value in vars(module).items()
+        if name not in _OF_TORCH
     }
 
 

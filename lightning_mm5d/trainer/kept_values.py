@@ -184,7 +184,7 @@ def memory_kept(owner: Any) -> Iterator[tuple[str, Tensor]]:
                     yield f"{path}.{key}".lstrip("."), leaf
 
 
-def _is_own(value: Any) -> bool:
+def is_own(value: Any) -> bool:
     """Whether an object is of a class of the user's own."""
     return type(value).__module__.partition(".")[0] not in _LEFT_ALONE
 
@@ -429,8 +429,8 @@ def _part(value: Any, depth: int) -> _Part | None:
         return _Row(value, depth)
     if isinstance(value, dict):
         return _Object(value, depth)
-    is_own = _is_own(value) and not callable(value)
-    return _Object(value, depth) if is_own and hasattr(value, "__dict__") else None
+    is_object = is_own(value) and not callable(value) and hasattr(value, "__dict__")
+    return _Object(value, depth) if is_object else None
 
 
 def _begins(values: list[Any], first: list[Any]) -> bool:

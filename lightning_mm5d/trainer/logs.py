@@ -58,8 +58,10 @@ _REDUCTIONS: dict[Any, str] = {
 
 
 _SHOWN = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-_READS = ("__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__or__", "__repr__")
-_READS += ("copy", "get", "items", "keys", "pop", "setdefault", "values")
+_READS = (
+    *("__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__or__", "__repr__"),
+    *("copy", "get", "items", "keys", "pop", "setdefault", "values"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -371,7 +371,12 @@ class Keeps(nn.Module):
         return result
 
 
-@row(KEPT, "the encoder keeps its last features in its `forward`, and `on_train_batch_end` reads them", over="mean")
+@row(
+    KEPT,
+    "the encoder keeps its last features in its `forward`, and `on_train_batch_end` reads them",
+    over="mean",
+    differs={"pp": "ranks that share out microbatches keep what their own ones give, with a warning"},
+)
 class KeptByEncoder(Ordinary):
     def __init__(self) -> None:
         super().__init__()
