@@ -8,8 +8,8 @@ clamp, a copy of other weights), before the step computes with the weight, or wh
    undoes that: earlier microbatches would have computed with other values than later ones.
 3. What the step writes to where it ends is written by all ranks that hold it, whose runs may have ended before
    (`trainer.steps`). That goes for buffers of layers, too, which one stage has.
-4. Runs that write to a weight unlike often leave the same: one that ends before the step puts a value back would leave
-   another one.
+4. All runs that write to a weight write as often, unless no write of the later ones changes it: one that ends before
+   the step puts a value back would leave it.
 5. No write goes past torch, through an array of numpy. A weight that a run looks at as an array is compared for that.
 
 Embeddings with ``max_norm`` write to the rows that they read, and are left out.
@@ -108,14 +108,13 @@ class _Step(AroundStep):
             self._written[name] = max(count, self._written.get(name, 0))
             if is_remote(self._weights[name]):
                 continue
+            if self._counts.setdefault(name, count) != count and (early is None or name in early.changed):
+                raise self._refusal(name, "and one has ended between two writes")
             if self._step.fails:
                 raise self._refusal(name, "and this one has ended before its end, and would run once more")
             norm = _norm(self._weights[name])
             if not _are_equal(self._norms.setdefault(name, norm), norm):
-                ends_early = self._counts.setdefault(name, count) != count
-                why = "and one has ended between two writes" if ends_early else "and would write as often"
-                raise self._refusal(name, why)
-            self._counts.setdefault(name, count)
+                raise self._refusal(name, "and would write as often")
             if early is not None and name in early.found:
                 raise self._refusal(
                     name, "and computes with the weight before it writes: later runs with what earlier ones left"
@@ -220,6 +219,7 @@ class _Order(TorchFunctionMode):
 
     Attributes:
         found: their names.
+        changed: names of those that a write has changed.
     """
 
     def __init__(self, weights: Weights, *, counts_all: bool = False) -> None:
@@ -228,7 +228,7 @@ class _Order(TorchFunctionMode):
         self._weights, self._ids = weights, {id(one): name for name, one in weights.items()}
         self._used = set[str]()
         self._done = set[str]()
-        self.found = set[str]()
+        self.found, self.changed = set[str](), set[str]()
 
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -237,22 +237,22 @@ class _Order(TorchFunctionMode):
         if func in _SHOWING:
             return func(*args, **kwargs)
         targets = {_address(one) for one in written_by(func, args, kwargs) if not is_remote(one)}
-        firsts = {name: _norm(one) for name, one in self._weights.items() if targets and self._is_first(name, targets)}
+        written = {name: _norm(one) for name, one in self._weights.items() if targets and self._is_among(one, targets)}
         if not targets and (self._counts_all or torch.is_grad_enabled()):
             self._used |= {
                 self._ids[id(one)] for one in tree_leaves((args, kwargs)) if id(one) in self._ids
             } - self._done
         result = func(*args, **kwargs)
-        for name, norm in firsts.items():
-            self._done.add(name)
-            if name in self._used and _are_equal(norm, _norm(self._weights[name])):
+        for name, norm in written.items():
+            if not _are_equal(norm, _norm(self._weights[name])):
+                self.changed.add(name)
+            elif name in self._used and name not in self._done:
                 self.found.add(name)
+            self._done.add(name)
         return result
 
-    def _is_first(self, name: str, targets: set[int]) -> bool:
-        return (
-            name not in self._done and not is_remote(self._weights[name]) and _address(self._weights[name]) in targets
-        )
+    def _is_among(self, weight: Tensor, targets: set[int]) -> bool:
+        return not is_remote(weight) and _address(weight) in targets
 
 
 def _norm(weight: Tensor) -> Tensor:
