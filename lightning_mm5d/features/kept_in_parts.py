@@ -194,7 +194,7 @@ class _Step(AroundStep):
             self._tell(changed)
         for path in self._held.keys() - self._here:
             self._held[path].restore()
-        for number in numbers:
+        for number in numbers if self._watched.plan.topology.edges else ():  # else each rank has all modules
             for src in sorted({self._watched.source(path, number) for path in paths}):
                 own = [path for path in paths if self._watched.source(path, number) == src]
                 rows = [[path, self._sent(path, changes.get(path))] for path in own]

@@ -419,7 +419,7 @@ def _look_into(items: Any, depth: int) -> dict[Any, _Part]:
 
 
 def _part(value: Any, depth: int) -> _Part | None:
-    if depth > _DEEP or value is None or isinstance(value, (str, bytes, int, float, nn.Module, type)):
+    if depth > _DEEP or value is None or isinstance(value, (str, bytes, int, float, nn.Module, nn.Parameter, type)):
         return None
     if isinstance(value, Tensor):
         return None if is_remote(value) or isinstance(value, Sharded) else _Whole(value)
