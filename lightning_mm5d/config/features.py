@@ -94,6 +94,7 @@ FEATURES = (
     Registered("row_indices"),
     Registered("weight_writes"),
     Registered("shard_reads"),
+    Registered("kept_in_parts"),
     Registered("unread"),
     Registered("own_items"),
     Registered("nonfinite", {"on_nonfinite": "propagate"}),

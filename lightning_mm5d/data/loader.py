@@ -31,9 +31,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -54,6 +56,7 @@ from lightning_mm5d.data.samplers import (
 
 _Loader = TypeVar("_Loader")
 _BASES = "_mm5d_bases"  # of a class that is made here
+_KNOW_REPLICAS = ("lightning.", "pytorch_lightning.", "lightning_mm5d.")
 
 
 def shard_loader(
@@ -84,7 +87,8 @@ def shard_loader(
             beginning.
         shares: microbatches of each replica, by which the feature that has ``dealing`` deals samples out; None for
             replicas that draw their own.
-        kept: objects that a data set may hold, and that copies of it share: the trainer, modules.
+        kept: objects that a data set may hold, and that copies of it share: the trainer, modules. With these, code
+            of users that loops over the loader gets the batches of the first shard.
 
     Returns:
         A loader of the same class. It yields batches for one shard, `ReplicaBatches` for several.
@@ -106,9 +110,11 @@ def shard_loader(
             rule = "A loader of an IterableDataset with a state of its own cannot be read for each"
             raise unservable(dataloader, rule, "Use a DataLoader, or a map-style data set")
         first, *others = (_stream(dataloader, shard, num_shards, seed, trainer, [*kept]) for shard in shards)
-        first.others = others
+        first.others, first.is_of_trainer = others, bool(kept)
         return first  # type: ignore[return-value]
-    return _served(_copied(dataloader, _ShardIteration), shards, num_shards, seed, alone, trainer, shares)
+    loader = _served(_copied(dataloader, _ShardIteration), shards, num_shards, seed, alone, trainer, shares)
+    loader.is_of_trainer = bool(kept)
+    return loader
 
 
 def _stream(
@@ -202,11 +208,17 @@ class _ShardIteration(Resumable):
     reseeds_generator = False
     kept: Kept | None = None
     """by workers; None without any"""
+    is_of_trainer = False
 
     def __len__(self) -> int:
         return -(-super().__len__() // len(self.progress.shards))  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
+        batches = self.batches()
+        return _firsts(batches) if _is_for_user(self, sys._getframe(1)) else batches
+
+    def batches(self) -> Iterator[Any]:
+        """Yield the batches of a pass."""
         # an epoch's number is known when its first batch is asked for, and not always before
         order, shards = self.served_order, self.progress.shards
         first, dropped = self.begin_pass()
@@ -229,9 +241,9 @@ class _StreamIteration(_ShardIteration):
         for other in self.others:
             other.resume(position, seed, epoch)
 
-    def __iter__(self) -> Iterator[Any]:
+    def batches(self) -> Iterator[Any]:
         if not self.others:
-            yield from super().__iter__()
+            yield from super().batches()
             return
         order = self.served_order
         for other in self.others:
@@ -239,7 +251,7 @@ class _StreamIteration(_ShardIteration):
             other.served_order.reseed(order.seed)
             other.served_order.set_epoch(order.epoch)
         end = object()
-        streams = [super().__iter__(), *(iter(other) for other in self.others)]
+        streams = [super().batches(), *(other.batches() for other in self.others)]
         while True:
             group = list(itertools.takewhile(lambda batch: batch is not end, (next(one, end) for one in streams)))
             if not group:
@@ -322,7 +334,10 @@ class _GroupedIteration:
     progress: Progress
 
     def __iter__(self) -> Iterator[Any]:
-        return _groups(super().__iter__(), self.progress.batches_per_step)  # type: ignore[misc]
+        batches = super().__iter__()  # type: ignore[misc]
+        if _is_for_user(self, sys._getframe(1)):
+            return _firsts(batches)
+        return _groups(batches, self.progress.batches_per_step)
 
     def __len__(self) -> int:
         return -(-super().__len__() // self.progress.batches_per_step)  # type: ignore[misc]
@@ -339,6 +354,17 @@ class _Grouped:
 
     def __len__(self) -> int:
         return -(-len(self.iterable) // self.count)
+
+
+def _is_for_user(loader: Any, caller: FrameType) -> bool:
+    """Whether `caller` is a loop of a user's own, which knows of one batch at a time."""
+    is_ours = str(caller.f_globals.get("__name__")).startswith(_KNOW_REPLICAS)
+    return bool(getattr(loader, "is_of_trainer", False)) and not is_ours
+
+
+def _firsts(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield in place of the batches of several replicas those of the first one."""
+    return (batch[0] if isinstance(batch, ReplicaBatches) else batch for batch in batches)
 
 
 def _groups(batches: Iterator[Any], count: int) -> Iterator[Any]:

@@ -8,15 +8,16 @@ clamp, a copy of other weights), before the step computes with the weight, or wh
    undoes that: earlier microbatches would have computed with other values than later ones.
 3. What the step writes to where it ends is written by all ranks that hold it, whose runs may have ended before
    (`trainer.steps`). That goes for buffers of layers, too, which one stage has.
-4. All runs that write to a weight write as often: one that ends before the step puts a value back would leave it.
-5. No write goes past torch, through an array of numpy. Values of weights on the host are compared for that, where the
-   code of the LightningModule speaks of numpy.
+4. All runs that write to a weight write as often, unless no write of the later ones changes it: one that ends before
+   the step puts a value back would leave it.
+5. No write goes past torch, through an array of numpy. A weight that a run looks at as an array is compared for that.
 
 Embeddings with ``max_norm`` write to the rows that they read, and are left out.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,15 +36,11 @@ from lightning_mm5d.sharded.data_accesses import accesses
 from lightning_mm5d.sharded.remote_value import TELLING, is_remote, plain
 from lightning_mm5d.sharded.tensor import functions_named, written_by
 from lightning_mm5d.sharded.torch_internals import version_of
-from lightning_mm5d.source.trees import names as names_in
-from lightning_mm5d.source.trees import own_functions
 from lightning_mm5d.stage import Run
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 
 _SHOWING = TELLING | {*functions_named("data detach", Tensor)}
 _VERSION = attrgetter("_version")
-_NOT_OWN = {"builtins", "torch", "lightning", "pytorch_lightning"}
-_NUMPY = {"numpy", "np"}
 Weights = Mapping[str, nn.Parameter]
 Place = tuple[dict[str, Tensor | None], str]
 """Where a module has a buffer: its own ones, and the name there."""
@@ -69,20 +66,13 @@ class _Watched(Attached, AroundSteps):
         names = {name for name, _ in root.named_buffers() if running.plan.topology.edges} - shared
         owned = sorted(names & running.plan.partition.owners.keys())
         self._buffers = {name: _place(root, name) for name in owned}
-        own = [cls for cls in type(root).__mro__ if cls.__module__.partition(".")[0] not in _NOT_OWN]
-        methods = [one for cls in own for _, one in own_functions(cls)]
-        speaks = any(not _NUMPY.isdisjoint(names_in(one) or ()) for one in methods)
-        gathers = any(one.sharding.reshard_after_forward for one in running.plan.modalities.values())
-        is_watched = speaks and running.device.type == "cpu" and not gathers
-        floats = [name for name, one in self._weights.items() if one.is_floating_point() and one.itemsize > 1]
-        self._by_value = floats if is_watched else []
         running.engine.around.append(self)
 
     def step(self, course: Course) -> AroundStep | None:
         """Watch a step, unless nothing of it stays, whatever happens."""
         if Exception in course.step.forgives:
             return None
-        return _Step(self._weights, self._names, self._buffers, course.step, self._by_value)
+        return _Step(self._weights, self._names, self._buffers, course.step)
 
 
 class _Step(AroundStep):
@@ -92,9 +82,8 @@ class _Step(AroundStep):
         names: Mapping[int, str],
         buffers: Mapping[str, Place],
         step: Any,
-        by_value: Sequence[str],
     ) -> None:
-        self._weights, self._names, self._buffers, self._by_value = weights, names, buffers, by_value
+        self._weights, self._names, self._buffers = weights, names, buffers
         self._step, self._written = step, step.weights_written
         self._norms = dict[str, Tensor]()  # of those that runs have written to
         self._counts = dict[str, int]()
@@ -107,20 +96,19 @@ class _Step(AroundStep):
     def _watched(self) -> Iterator[None]:
         known = {name: self._weights[name] for name in self._norms}
         order = _Order(known, counts_all=not self._step.trains) if known else nullcontext()
-        before, values = self._versions(), self._values()
-        with written(self._weights, self._names) as names, order as early:
+        before = self._versions()
+        with written(self._weights, self._names) as names, shown_as_arrays(self._weights) as shown, order as early:
             yield
         self._written |= {name: 1 for name, one in self._versions().items() if one != before[name]}
         found = names()
-        for name, (place, norm) in self._values().items():
-            was_at, was = values.get(name, (None, norm))
-            if place == was_at and name not in found and not _are_equal(norm, was):
+        for name, memory, was in shown:
+            if name not in found and not torch.allclose(memory, was, rtol=0.0, atol=0.0, equal_nan=True):
                 raise self._refusal(name, "and a write past torch leaves no trace, so that ranks cannot take it over")
         for name, count in found.items():
             self._written[name] = max(count, self._written.get(name, 0))
             if is_remote(self._weights[name]):
                 continue
-            if self._counts.setdefault(name, count) != count:
+            if self._counts.setdefault(name, count) != count and (early is None or name in early.changed):
                 raise self._refusal(name, "and one has ended between two writes")
             if self._step.fails:
                 raise self._refusal(name, "and this one has ended before its end, and would run once more")
@@ -132,11 +120,6 @@ class _Step(AroundStep):
                     name, "and computes with the weight before it writes: later runs with what earlier ones left"
                 )
 
-    def _values(self) -> dict[str, tuple[int, Tensor]]:
-        here = {name: self._weights[name] for name in self._by_value if not is_remote(self._weights[name])}
-        norms = {name: _norm(one) for name, one in here.items()}  # for which those that rest are gathered
-        return {name: (here[name].data_ptr(), norm) for name, norm in norms.items()}
-
     def _refusal(self, name: str, why: str) -> ConfigError:
         rule = f"The step runs for each microbatch and stage, {why}"
         fix = f"Write in {self._step.hooks}_start or {self._step.hooks}_end, which run once and see all weights"
@@ -146,6 +129,38 @@ class _Step(AroundStep):
         with plain():
             found = {name: buffers.get(key) for name, (buffers, key) in self._buffers.items()}
             return {name: (id(one), 0 if one is None else version_of(one)) for name, one in found.items()}
+
+
+@contextmanager
+def shown_as_arrays(weights: Weights) -> Iterator[list[tuple[str, Tensor, Tensor]]]:
+    """Enter around a run; gives the weights that it looks at as arrays: their memory, and a copy of it before."""
+    found: list[tuple[str, Tensor, Tensor]] = []
+
+    def noticing(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def noticed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.is_floating_point():
+                with plain(), torch.no_grad():
+                    address = _address(tensor)
+                    here = ((name, one.detach()) for name, one in weights.items() if not is_remote(one))
+                    name, memory = next((pair for pair in here if _address(pair[1]) == address), ("", tensor))
+                    if name and not any(name == other for other, *_ in found):
+                        found.append((name, memory, memory.clone()))
+            return function(tensor, *args, **kwargs)
+
+        return noticed
+
+    before = {name: vars(Tensor).get(name) for name in ("numpy", "__dlpack__")}
+    for name in before:
+        setattr(Tensor, name, noticing(getattr(Tensor, name)))
+    try:
+        yield found
+    finally:
+        for name, function in before.items():
+            if function is None:
+                delattr(Tensor, name)
+            else:
+                setattr(Tensor, name, function)
 
 
 def _place(root: nn.Module, name: str) -> Place:
@@ -204,6 +219,7 @@ class _Order(TorchFunctionMode):
 
     Attributes:
         found: their names.
+        changed: names of those that a write has changed.
     """
 
     def __init__(self, weights: Weights, *, counts_all: bool = False) -> None:
@@ -212,7 +228,7 @@ class _Order(TorchFunctionMode):
         self._weights, self._ids = weights, {id(one): name for name, one in weights.items()}
         self._used = set[str]()
         self._done = set[str]()
-        self.found = set[str]()
+        self.found, self.changed = set[str](), set[str]()
 
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -221,22 +237,22 @@ class _Order(TorchFunctionMode):
         if func in _SHOWING:
             return func(*args, **kwargs)
         targets = {_address(one) for one in written_by(func, args, kwargs) if not is_remote(one)}
-        firsts = {name: _norm(one) for name, one in self._weights.items() if targets and self._is_first(name, targets)}
+        written = {name: _norm(one) for name, one in self._weights.items() if targets and self._is_among(one, targets)}
         if not targets and (self._counts_all or torch.is_grad_enabled()):
             self._used |= {
                 self._ids[id(one)] for one in tree_leaves((args, kwargs)) if id(one) in self._ids
             } - self._done
         result = func(*args, **kwargs)
-        for name, norm in firsts.items():
-            self._done.add(name)
-            if name in self._used and _are_equal(norm, _norm(self._weights[name])):
+        for name, norm in written.items():
+            if not _are_equal(norm, _norm(self._weights[name])):
+                self.changed.add(name)
+            elif name in self._used and name not in self._done:
                 self.found.add(name)
+            self._done.add(name)
         return result
 
-    def _is_first(self, name: str, targets: set[int]) -> bool:
-        return (
-            name not in self._done and not is_remote(self._weights[name]) and _address(self._weights[name]) in targets
-        )
+    def _is_among(self, weight: Tensor, targets: set[int]) -> bool:
+        return not is_remote(weight) and _address(weight) in targets
 
 
 def _norm(weight: Tensor) -> Tensor:

@@ -466,6 +466,10 @@ def explained(error: RuntimeError, root: nn.Module, division: Division) -> Confi
         root: the LightningModule.
         division: what ranks share of it.
     """
+    if type(error) is RuntimeError and "@once_differentiable" in str(error):
+        rule = "It goes back through layers that ranks share, whose backward has no gradient of its own"
+        fix = "Set tp_size and cp_size to 1, or leave out create_graph"
+        return ConfigError("training_step", "a gradient of a gradient (create_graph=True)", rule, fix)
     if type(error) is not RuntimeError or not _ABOUT_SIZES.search(str(error)):
         return None
     shared: dict[int, tuple[str, list[str]]] = {}

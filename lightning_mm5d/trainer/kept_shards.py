@@ -81,9 +81,11 @@ def has_rows(module: nn.Module, plan: Plan, rank: int) -> bool:
 
 
 def lose_rows(module: nn.Module, plan: Plan, rank: int) -> None:
-    """Turn parameters of which this rank has its own rows into placeholders: no rank is left to send the others."""
+    """Turn parameters of which this rank has rows or a shard into placeholders: no rank is left to send the others."""
     guard = Guard(plan.ownership.holders)
-    for name, parameter, shape in _rows(module, plan, rank):
+    named = [(name, one) for name, one in module.named_parameters() if name in plan.division.shards]
+    shards = [(name, one, plan.shapes[name]) for name, one in named if not is_remote(one)]
+    for name, parameter, shape in (*_rows(module, plan, rank), *shards):
         parameter.grad = None
         make_placeholder(parameter, shape, Origin(name, guard))
 

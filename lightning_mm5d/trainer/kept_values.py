@@ -31,6 +31,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
 from lightning_mm5d.data.joining import BatchNumber, Sizes, merge
@@ -65,7 +66,7 @@ class KeptValues:
 
     def __init__(self, module: pl.LightningModule, apart: Collection[str] = ()) -> None:
         self._module, self._apart = module, apart
-        self._before = _attributes(module)
+        self._before = attributes_of(module)
 
     def restore(self) -> None:
         """Put everything back."""
@@ -109,7 +110,7 @@ class KeptValues:
 class KeptState:
     """All that a step may change but metrics and parameters, as it is when this object is made: for all modules.
 
-    These are attributes of modules of the user's own, buffers, and random generators that modules hold. Runs write to
+    These are attributes of modules, buffers, and random generators that modules hold. Runs write to
     copies of buffers, so that the versions of buffers, which ranks compare, stay as they are.
 
     Args:
@@ -118,9 +119,8 @@ class KeptState:
 
     def __init__(self, module: pl.LightningModule) -> None:
         modules = [one for one in module.modules() if not isinstance(one, (Metric, MetricCollection))]
-        own = [one for one in modules if isinstance(one, pl.LightningModule) or _is_own(one)]
-        self._attributes = [_attributes(one) for one in own]
-        values = [value for one in own for value in vars(one).values()]
+        self._attributes = [attributes_of(one) for one in modules]
+        values = [value for one in modules for value in vars(one).values()]
         self._generators = [(value, _generator_state(value)) for value in values if isinstance(value, _GENERATORS)]
         self._buffers = [(one._buffers, name, buffer) for one in modules for name, buffer in one._buffers.items()]
 
@@ -162,12 +162,29 @@ def _set_generator_state(generator: Any, state: Any) -> None:
         generator.setstate(state)
 
 
-def _attributes(module: nn.Module) -> _Object:
+def attributes_of(module: nn.Module) -> _Object:
     """The attributes of a module, without its parameters, buffers and submodules, and what Lightning keeps there."""
     return _Object(module, 0, lambda name, value: name not in _OF_LIGHTNING and not callable(value))
 
 
-def _is_own(value: Any) -> bool:
+def memory_kept(owner: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors, and arrays as such, in attributes of an object and of modules inside of it, with their names.
+
+    What torch computes anew from another parameter (spectral norm, pruning) is left out.
+    """
+    for path, one in owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)]:
+        for key, value in vars(one).items():
+            is_made = key in _OF_LIGHTNING or f"{key}_orig" in vars(one).get("_parameters", {})
+            for leaf in () if is_made else tree_leaves(value):
+                if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f":
+                    while isinstance(leaf.base, np.ndarray):  # of which the leaf is a part
+                        leaf = leaf.base
+                    leaf = torch.as_tensor(leaf) if leaf.flags.writeable else None
+                if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+                    yield f"{path}.{key}".lstrip("."), leaf
+
+
+def is_own(value: Any) -> bool:
     """Whether an object is of a class of the user's own."""
     return type(value).__module__.partition(".")[0] not in _LEFT_ALONE
 
@@ -402,7 +419,7 @@ def _look_into(items: Any, depth: int) -> dict[Any, _Part]:
 
 
 def _part(value: Any, depth: int) -> _Part | None:
-    if depth > _DEEP or value is None or isinstance(value, (str, bytes, int, float, nn.Module, type)):
+    if depth > _DEEP or value is None or isinstance(value, (str, bytes, int, float, nn.Module, nn.Parameter, type)):
         return None
     if isinstance(value, Tensor):
         return None if is_remote(value) or isinstance(value, Sharded) else _Whole(value)
@@ -412,8 +429,8 @@ def _part(value: Any, depth: int) -> _Part | None:
         return _Row(value, depth)
     if isinstance(value, dict):
         return _Object(value, depth)
-    is_own = _is_own(value) and not callable(value)
-    return _Object(value, depth) if is_own and hasattr(value, "__dict__") else None
+    is_object = is_own(value) and not callable(value) and hasattr(value, "__dict__")
+    return _Object(value, depth) if is_object else None
 
 
 def _begins(values: list[Any], first: list[Any]) -> bool:

@@ -25,7 +25,8 @@ area under a curve); its epoch value is exact (see `lightning_mm5d.trainer.metri
 not seen.
 
 Refuses what other ranks could not repeat: a `sync_dist_group`, a `reduce_fx` of the user's own, and a
-metric object that is no attribute of the module.
+metric object that is no attribute of the module. Refuses reads of ``trainer.callback_metrics`` and its like in a step
+that has just logged what it reads: there is no value of the whole batch yet.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from numbers import Number
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -54,6 +55,13 @@ _REDUCTIONS: dict[Any, str] = {
     "max": "max", torch.max: "max", max: "max",
     "min": "min", torch.min: "min", min: "min",
 }  # fmt: skip
+
+
+_SHOWN = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+_READS = (
+    *("__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__or__", "__repr__"),
+    *("copy", "get", "items", "keys", "pop", "setdefault", "values"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +160,8 @@ class LogCapture:
             stack.callback(put(self._module, "log", self._record))
             for index, one in enumerate([] if self._module._trainer is None else self._module._trainer.loggers):
                 stack.callback(put(one, "log_metrics", partial(self._record_direct, index)))
+            for shown in _SHOWN:
+                stack.enter_context(read_by(shown, partial(self._earlier, shown)))
             yield self.joined
 
     def begin_microbatch(self, index: int, samples: float) -> None:
@@ -275,6 +285,12 @@ class LogCapture:
             self._calls[self._microbatch].append(recorded)
         self._direct += 1
 
+    def _earlier(self, shown: str, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Return what a step reads of the trainer's metrics, without what this run of the step has logged."""
+        calls = self._calls.get(self._microbatch, ()) if self._microbatch is not None else ()
+        names = tuple(sorted({call.options.name for call in calls if call.options.logger_index is None}))
+        return _Earlier(metrics, shown, names) if names else metrics
+
     def _path_of(self, metric: Metric, call: str) -> str:
         if id(metric) not in self._paths:
             self._paths = {id(m): path for path, m in self._module.named_modules() if isinstance(m, Metric)}
@@ -284,6 +300,48 @@ class LogCapture:
             fix = "Make it an attribute of the LightningModule (a list of metrics: torch.nn.ModuleList)"
             raise ConfigError(call, metric, rule, fix)
         return path
+
+
+class _Earlier(dict[str, Any]):
+    """Metrics of earlier batches, among which those of some names must not be read."""
+
+    def __init__(self, metrics: dict[str, Any], shown: str, names: tuple[str, ...]) -> None:
+        super().__init__(metrics)
+        self._shown, self._names = shown, names
+
+    def check(self, key: Any = None) -> None:
+        """Refuse a read of `key`, or of all."""
+        begins = tuple(f"{name}{end}" for name in self._names for end in ("_step", "_epoch", "/dataloader_idx_"))
+        if key is None or key in self._names or str(key).startswith(begins):
+            got = f"a read of {self._names[0] if key is None else key!r} in the step that has just logged it"
+            rule = "Its value for the whole batch is known when all microbatches and stages have run"
+            fix = "Use the value that the step logs, or read it in on_train_batch_end or on_validation_batch_end"
+            raise ConfigError(f"trainer.{self._shown}", got, rule, fix)
+
+
+def _checked(name: str) -> Callable[..., Any]:
+    read = getattr(dict, name)
+
+    def checked(metrics: _Earlier, *args: Any) -> Any:
+        metrics.check(*args[: name not in ("__eq__", "__or__")])
+        return read(metrics, *args)
+
+    return checked
+
+
+for _name in _READS:
+    setattr(_Earlier, _name, _checked(_name))
+
+
+@contextmanager
+def read_by(name: str, read: Callable[[Any], Any]) -> Iterator[None]:
+    """Let `read` say what users see of a property of trainers."""
+    original = getattr(Trainer, name)
+    setattr(Trainer, name, property(lambda trainer: read(original.__get__(trainer))))
+    try:
+        yield
+    finally:
+        setattr(Trainer, name, original)
 
 
 def replay(module: LightningModule, merged: Sequence[MergedLog]) -> None:

@@ -24,6 +24,7 @@ from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import Guard
+from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.own_backwards import replaced, without_inputs
 from lightning_mm5d.trainer.sharing_guards import HiddenGradients, hooked
 
@@ -233,9 +234,19 @@ class Optimization:
         for one in self._gradients.shared.all:
             if has_hooks(one.parameter):
                 raise hooked(self._names[id(one.parameter)], one.shard)
+        values = KeptValues(self._module) if self._plan.topology.edges and self._hooks.exist() else None
         with nullcontext() if self._is_plain else called(self._gradients.parameters):
             if older:
                 self._gradients.add(older)
+        if values is not None:
+            changed = torch.tensor(bool(values.changes()), device=message_device(self._device)).int()
+            dist.all_reduce(changed, dist.ReduceOp.MAX)
+            if changed:
+                rule = (
+                    "It runs on the ranks that hold the parameter, and others would read something else in the module"
+                )
+                fix = "Read p.grad in on_before_optimizer_step, which all ranks run with full gradients"
+                raise ConfigError("register_hook", "a hook of a parameter that writes to the module", rule, fix)
 
     @contextmanager
     def sums_own_backwards(self) -> Generator[None, None, None]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
@@ -26,7 +25,7 @@ from lightning_mm5d.sharded.torch_internals import writes_counted
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import Packer, detached, map_tensors, unsharded
 from lightning_mm5d.trainer.kept_values import KeptValues
-from lightning_mm5d.trainer.logs import LogCapture, LogOptions, MergedLog
+from lightning_mm5d.trainer.logs import LogCapture, LogOptions, MergedLog, read_by
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.own_backwards import StepBackwards
 
@@ -247,7 +246,7 @@ class UserStep:
             found.append("global_step")
             return value
 
-        with _read_by("global_step", read):
+        with read_by("global_step", read):
             yield found
 
     @contextmanager
@@ -255,7 +254,7 @@ class UserStep:
         """Enter around all runs: the trainer's counters belong to the batch, where it is split."""
         with ExitStack() as stack:
             for name in ("global_step", "current_epoch") if self.is_split else ():
-                stack.enter_context(_read_by(name, BatchNumber))
+                stack.enter_context(read_by(name, BatchNumber))
             yield
 
     @property
@@ -320,17 +319,6 @@ class UserStep:
         """Enter around a run whose metric updates and logs are dropped."""
         with self._metrics.discarded(), self._capture.discarded(), KeptValues(self._module).undone():
             yield
-
-
-@contextmanager
-def _read_by(name: str, read: Callable[[int], int]) -> Iterator[None]:
-    """Let `read` say what a counter of trainers is."""
-    original = getattr(Trainer, name)
-    setattr(Trainer, name, property(lambda trainer: read(original.__get__(trainer))))
-    try:
-        yield
-    finally:
-        setattr(Trainer, name, original)
 
 
 class TrainingStep(UserStep):

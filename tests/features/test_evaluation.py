@@ -46,6 +46,10 @@ class Heard(Callback):
         self.train: list[Any] = []
         self.validation: list[Any] = []
         self.test: list[Any] = []
+        self.loaded: list[Any] = []
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.loaded += [batch for loader in trainer.val_dataloaders for batch in loader]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
@@ -65,7 +69,7 @@ def hooks(run: Run) -> Any:
     module, heard = Talkative(), Heard()
     trainer = run.trainer(callbacks=[heard], num_sanity_val_steps=0)
     trainer.fit(module, run.training(), [run.loader(8), run.loader(16)])
-    return {"train": heard.train, "validation": heard.validation, "metrics": figures(trainer)}
+    return {"train": heard.train, "validation": heard.validation, "loaded": heard.loaded, "metrics": figures(trainer)}
 
 
 def evaluated(run: Run) -> Any:
@@ -137,6 +141,8 @@ def test_hooks_get_what_the_steps_of_the_whole_batch_would_return(found: Any) ->
         assert [index for index, _ in got["validation"]] == [index for index, _ in one["validation"]]
         for (_, outputs), (_, expected) in zip(got["validation"], one["validation"], strict=True):
             assert_same(outputs, samples_of(expected, shard, layout.replicas))
+        for batch, expected in zip(got["loaded"], one["loaded"], strict=True):
+            assert_same(batch, samples_of(expected, shard, layout.replicas))
         for outputs, expected in zip(got["train"], one["train"], strict=True):
             part = samples_of(expected, shard, layout.replicas)
             if layout.replicas == 1:

@@ -174,8 +174,54 @@ def plain(run: Run) -> Any:
     return told, module.rows, module.fixed
 
 
-def test_a_list_that_may_tell_of_no_sample_is_told_of() -> None:
-    outcome = outcomes(PAIR, plain)["plain"]
+class Counts(torch.nn.Module):
+    """Counts its calls, and keeps something else from the second batch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.late, self.begins = 0, torch.zeros(1), False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        return hidden
+
+
+class Late(Counts):
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.begins:
+            self.late = hidden.detach()
+        return hidden
+
+
+class Inner(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.projector = torch.nn.Sequential(self.encoder.projector, Counts(), Late())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.encoder.projector[2].begins = True
+
+
+def inner(run: Run) -> Any:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run.trainer().fit(Inner(), run.training(24))
+    return [str(one.message) for one in seen if "is written" in str(one.message)]
+
+
+def check_inner(outcome: Outcome) -> None:
+    """The rank that computes the encoder tells once of each."""
+    assert outcome.one == outcome.ranks[1] == []
+    counts, late = outcome.ranks[0]
+    assert "'encoder.projector.1' is written for each microbatch" in counts
+    assert "calls of" in counts
+    assert "'late' of 'encoder.projector.2'" in late
+
+
+def test_a_list_that_may_tell_of_no_sample_and_what_inner_modules_count_is_told_of() -> None:
+    found = outcomes(PAIR, plain, inner)
+    check_inner(found["inner"])
+    outcome = found["plain"]
     assert outcome.one[0] == []
     for (told, *kept), ends_here in zip(outcome.ranks, (False, True), strict=True):
         assert_same(kept, [*outcome.one[1:]])

@@ -34,6 +34,7 @@ from lightning_mm5d.plan.holdings import DataShards, Holding, Holdings, Part, na
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import TELLING, plain
 from lightning_mm5d.stage.payload import NotSent
+from lightning_mm5d.trainer.kept_values import memory_kept
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -219,16 +220,15 @@ def check_kept(owner: Any, forms: Iterable[Form]) -> None:
     """
     with plain():
         shown = {form.shown: form.name for form in forms if form.shown and form.parameter.data_ptr() == form.shown}
-    for key, value in vars(owner).items() if shown else ():
-        for one in tree_leaves(value):
-            if (
-                type(one) is Tensor
-                and one.layout == torch.strided
-                and (name := shown.get(one.untyped_storage().data_ptr()))
-            ):
-                rule = "It follows the parameter on one process; here it would stay as the hook has seen it"
-                fix = "Keep the parameter itself, or a copy: .detach().clone()"
-                raise ConfigError(f"{type(owner).__name__}.{key}", f"the memory of {name!r}", rule, fix)
+    for key, one in memory_kept(owner) if shown else ():
+        if (
+            type(one) is Tensor
+            and one.layout == torch.strided
+            and (name := shown.get(one.untyped_storage().data_ptr()))
+        ):
+            rule = "It follows the parameter on one process; here it would stay as the hook has seen it"
+            fix = "Keep the parameter itself, or a copy: .detach().clone()"
+            raise ConfigError(f"{type(owner).__name__}.{key}", f"the memory of {name!r}", rule, fix)
 
 
 class Awaited(nn.Parameter):

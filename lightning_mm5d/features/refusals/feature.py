@@ -63,6 +63,7 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.source.trees import decorated, method_of, names, tree_of
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
+from lightning_mm5d.trainer.kept_values import memory_kept
 
 _SIZE, _STEPS = 72, 4  # optimizers of 8 bits leave tensors of up to 4096 elements as they are
 _OURS = ("params", "param_names")
@@ -248,6 +249,7 @@ class Refusals(Feature):
         if running.trainer.state.fn != TrainerFn.FITTING:
             return None
         check_optimizers(running)
+        _check_renormed(running.module, running.plan)
         if running.is_plain or not is_overridden("on_fit_start", running.module):
             return None
         attached = Attached()
@@ -394,6 +396,16 @@ def _check_synced_norms(module: nn.Module, plan: Plan) -> None:
             raise ConfigError(name, "SyncBatchNorm", rule, "Use BatchNorm, with the statistics of each microbatch")
 
 
+def _check_renormed(module: nn.Module, plan: Plan) -> None:
+    """Refuse trained embeddings that change the rows that a batch reads, where replicas read unlike rows."""
+    tables = {name: one for name, one in module.named_modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag))}
+    for name, one in tables.items() if plan.layout.num_replicas > 1 else ():
+        if one.max_norm is not None and one.weight.requires_grad:
+            rule = "A replica renormalises the rows that it reads alone, so that weights of replicas drift apart"
+            fix = "Leave it out and call embedding.weight.renorm_(2, 0, max_norm) under no_grad in a hook"
+            raise ConfigError(f"{name}.max_norm", one.max_norm, rule, fix)
+
+
 def _check_routers(module: nn.Module, plan: Plan) -> None:
     """Refuse a loss that needs what routers return in other stages."""
     configs = [getattr(part, "config", None) for part in module.modules()]
@@ -429,7 +441,7 @@ def _check_prefix_tuning(module: pl.LightningModule, plan: Plan) -> None:
 def _check_memory(module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
     """Refuse a parameter in the memory of another tensor, where ranks would have it in memory of its own.
 
-    Such tensors are parameters, buffers, and what attributes of the LightningModule hold (``self.old = weight.data``).
+    Such tensors are parameters, buffers, and what attributes of modules hold (``self.old = weight.data``).
 
     The update of one is the other's too on one process. A move to another device separates them there as well.
     """
@@ -444,9 +456,7 @@ def _check_memory(module: pl.LightningModule, plan: Plan, device: torch.device) 
         return None if is_cut else ranks
 
     named = [*module.named_parameters(), *module.named_buffers()]
-    for key in vars(module).keys() - vars(pl.LightningModule()).keys():
-        kept = [one for one in tree_leaves(vars(module)[key]) if isinstance(one, Tensor)]
-        named += [(f"self.{key}", one) for one in kept if not isinstance(one, nn.Parameter)]
+    named += [(f"self.{key}", one) for key, one in memory_kept(module)]
     placed = [(*_span(tensor), name, tensor) for name, tensor in named if tensor.device.type == device.type]
     before: Any = None
     for start, stop, name, tensor in sorted((one for one in placed if one[0]), key=lambda one: one[:3]):

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -353,3 +354,99 @@ def lines(run: Run) -> dict[str, Any]:
     found = fitted(run, Writes())
     path = run.folder / "metrics.json"  # another rank may be done before rank 0 writes it; rank 0's is compared
     return found | {"files": json.loads(path.read_text()) if path.exists() and path.stat().st_size else {}}
+
+
+class Keeps(nn.Module):
+    """A linear layer that keeps what it has computed."""
+
+    def __init__(self, around: nn.Module) -> None:
+        super().__init__()
+        self.around, self.last = around, torch.zeros(1)
+        self.means: list[Any] = []
+
+    def forward(self, hidden: Any) -> Any:
+        result = self.around(hidden)
+        self.last = result.detach()
+        self.means.append(self.last.mean())
+        return result
+
+
+@row(
+    KEPT,
+    "the encoder keeps its last features in its `forward`, and `on_train_batch_end` reads them",
+    over="mean",
+    differs={"pp": "ranks that share out microbatches keep what their own ones give, with a warning"},
+)
+class KeptByEncoder(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.projector = Keeps(self.encoder.projector)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(self.encoder.projector.last.square().sum(1).mean()))
+
+
+@row(KEPT, "a list in a layer: `self.means.append(...)` in its `forward`, read after the epoch", over="mean")
+class KeptByLayers(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        for index in (0, 3):
+            self.decoder.layers[index].dropout = Keeps(self.decoder.layers[index].dropout)
+
+    def on_train_epoch_end(self) -> None:
+        for index in (0, 3):
+            means = self.decoder.layers[index].dropout.means
+            self.seen.append([float(len(means)), float(torch.stack(means).mean())])
+
+
+@row(KEPT, "a forward hook keeps logits on the head: `module.last = output`", over="mean")
+class KeptByHook(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder.head.register_forward_hook(lambda head, _, output: setattr(head, "last", output.detach()))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(self.decoder.head.last.square().sum(1).mean()))
+
+
+@row(KEPT, "`trainer.callback_metrics` is read in the step that has just logged it", over="mean")
+class ReadsWhatItLogs(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("own_loss", loss)
+        self.seen.append(float(self.trainer.callback_metrics["own_loss"]))
+        return loss
+
+
+@row(KEPT, "`trainer.callback_metrics` of the last validation is read in a step that logs something else")
+class ReadsEarlier(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        metrics = self.trainer.callback_metrics
+        return loss * float(metrics["val_loss"]) if "val_loss" in metrics else loss
+
+
+@row(KEPT, "a hook of a parameter appends to a list of the module, which `on_train_epoch_end` reads")
+class KeptByParameter(Ordinary):
+    def on_fit_start(self) -> None:
+        self.norms: list[float] = []
+        self.decoder.head.weight.register_hook(lambda gradient: self.norms.append(float(gradient.norm())))
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append(len(self.norms))
+
+
+@row(KEPT, "an error of a hook is caught, and the same module is fitted again")
+def fitted_again(run: Run) -> dict[str, Any]:
+    class Fails(Ordinary):
+        fails = True
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.fails and batch_idx == 2:
+                self.fails = False
+                raise ValueError("the third batch")
+
+    module = Fails()
+    with suppress(ValueError):
+        fitted(run, module)
+    return fitted(run, module)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ordinary.uses import Ordinary, row
@@ -139,3 +140,60 @@ class NoisyValidation(Ordinary):
             with torch.no_grad():
                 weight.copy_(before)
         self.log("val_loss", torch.stack(losses).mean(), sync_dist=True)
+
+
+@row(SECTION, "a weight is clamped by `.data` before and after the forward", slots=["step"])
+class ClampsTwice(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.decoder.head.weight.data.clamp_(-0.2, 0.2)
+        loss = super().training_step(batch, batch_idx)
+        self.decoder.head.weight.data.clamp_(-0.2, 0.2)
+        return loss
+
+
+def _scale(weight: Tensor) -> None:
+    array = weight.detach().numpy()
+    array *= 0.9
+
+
+@row(SECTION, "a function beside the class scales a weight through its array of numpy", slots=["step"])
+class ScalesByFunction(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        _scale(self.encoder.patch.weight)
+        return super().training_step(batch, batch_idx)
+
+
+@row(SECTION, "a submodule keeps `weight.data` from `on_train_start` on, and a step scales it", slots=["step"])
+class SubmoduleKeepsData(Ordinary):
+    def on_train_start(self) -> None:
+        self.decoder.kept = [self.decoder.layers[0].up.weight.data]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.decoder.kept[0].mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+@row(SECTION, "a submodule keeps an array of a weight, and `on_train_batch_end` scales it")
+class SubmoduleKeepsArray(Ordinary):
+    def on_train_start(self) -> None:
+        self.decoder.kept = [self.decoder.layers[0].up.weight.detach().numpy()]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.decoder.kept[0][...] *= 0.9
+
+
+@row(SECTION, "an embedding with `max_norm` trains", slots=["build"])
+class Renormed(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder.embedding.max_norm = 1.0
+
+
+@row(SECTION, "a penalty on the gradient of features, with `create_graph=True`", slots=["step"])
+class PenalizesGradient(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features = self.encoder(batch["images"])
+        logits = self.decoder(batch["tokens"], features)
+        losses = F.cross_entropy(logits, batch["label"], reduction="none")
+        (gradient,) = torch.autograd.grad(losses.sum(), features, create_graph=True)
+        return losses.mean() + 0.1 * gradient.square().sum(1).mean()
