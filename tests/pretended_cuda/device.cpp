@@ -428,6 +428,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("is_set_to", is_set_to);
   m.impl("histc", histc);
   m.impl("native_batch_norm", native_batch_norm);
+  // torch would compose these, with intermediate results rounded to bfloat16, which kernels of CPU and CUDA do not do
+  m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&on_host_instead>());
+  m.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&on_host_instead>());
   m.impl("record_stream", record_stream);
 }
 
