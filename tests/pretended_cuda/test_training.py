@@ -20,9 +20,12 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import pretended_cuda
+from data_parallel.test_shared_states import ROWS, born
+from data_parallel.test_shared_steps import bypassing
+from data_parallel.test_sharing import shared
 from features.shared_experts import composed_training
 from features.shared_experts.composed_training import Composition
-from features.toys import CLASSES, PAIR, PIPE, SHARED, Layout, Run, Toy, alone, figures
+from features.toys import CLASSES, PAIR, PIPE, SHARED, Layout, Run, Toy, alone, assert_same, figures
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.features.sharded_checkpoints.own_shards import Item, PieceCopies
 from lightning_mm5d.trainer.steps import Steps
@@ -110,6 +113,26 @@ def test_experts_that_ranks_share_equal_one_process(name: str) -> None:
     (expected,) = run_ranks(1, composed_training.trained, EXPERTS[name].alone)
     found, _ = run_ranks(2, trained_experts, EXPERTS[name])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+MADE = {
+    "states that a hook has seen": (shared(3, reshards=True), bypassing),
+    "weights that each rank makes": (ROWS, born),
+}
+
+
+def trains_on_gpus(rank: int, run: Run, scenario: Any) -> Any:
+    warnings.simplefilter("ignore")
+    pretended_cuda.enter_with_trainers()
+    return scenario(run)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_ranks_tell_each_other_is_put_on_their_own_devices(name: str, tmp_path: Path) -> None:
+    layout, scenario = MADE[name]
+    one = alone(scenario, tmp_path / "one")
+    ranks = run_ranks(layout.world, trains_on_gpus, Run(layout, {}, tmp_path), scenario)
+    assert_same(ranks[0]["weights"], one["weights"])
 
 
 def clipped(rank: int) -> Any:
