@@ -27,6 +27,7 @@ from features.shared_experts import composed_training
 from features.shared_experts.composed_training import Composition
 from features.toys import CLASSES, PAIR, PIPE, SHARED, Layout, Run, Toy, alone, assert_same, figures
 from lightning_mm5d import ConfigError, Modality
+from lightning_mm5d.features.cached_features.feature import FeatureFiles
 from lightning_mm5d.features.sharded_checkpoints.own_shards import Item, PieceCopies
 from lightning_mm5d.trainer.steps import Steps
 from parity.harness import fit, strategy
@@ -294,6 +295,32 @@ def copied_beside(rank: int) -> list[bool]:
 
 def test_states_are_copied_to_pinned_memory_beside_what_the_device_computes_and_before_the_next_step() -> None:
     assert run_ranks(1, copied_beside) == [[False, True, True] * 2]
+
+
+def cached(rank: int, folder: Path) -> list[Any]:
+    """Whether files of features are there after the call, after a look for others, and what a look for them gives."""
+    pretended_cuda.enter()
+    files, found = FeatureFiles(folder, "memory.cache_features"), list[Any]()
+    query, torch.cuda.Event.query = torch.cuda.Event.query, lambda event: False
+    value = torch.arange(6.0, device="cuda")
+    files.write("ab", ["t", 0], [value[::2]])
+    value.zero_()
+    found += [files.path("ab").exists(), files.read("cd"), files.path("ab").exists(), files.read("ab")]
+    files.write("ef", ["t", 0], [value])
+    torch.cuda.Event.query = query
+    found += [files.read("cd"), files.path("ef").exists()]
+    files.write("01", ["t", 0], [value])
+    files.finish()
+    with pytest.raises(ValueError, match="cannot hold"):
+        files.write("23", ["t", 0], [torch.empty(1, dtype=torch.bits8, device="cuda")])
+    return [*found, files.path("01").exists()]
+
+
+def test_features_leave_without_a_wait_and_are_found_as_they_were(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, cached, tmp_path)
+    expected = ["t", 0], [torch.tensor([0.0, 2.0, 4.0])]
+    torch.testing.assert_close(found.pop(3)[1], expected[1])
+    assert found == [False, None, False, None, True, True]
 
 
 def on_cpus_afterwards(rank: int) -> str:
