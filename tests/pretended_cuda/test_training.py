@@ -27,8 +27,13 @@ from features.shared_experts import composed_training
 from features.shared_experts.composed_training import Composition
 from features.toys import CLASSES, PAIR, PIPE, SHARED, Layout, Run, Toy, alone, assert_same, figures
 from lightning_mm5d import ConfigError, Modality
+from lightning_mm5d.context_parallel.exchange.ulysses import Places
+from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward
+from lightning_mm5d.context_parallel.masks.mask import Mask
+from lightning_mm5d.data.joining import merge
 from lightning_mm5d.features.cached_features.feature import FeatureFiles
 from lightning_mm5d.features.sharded_checkpoints.own_shards import Item, PieceCopies
+from lightning_mm5d.sharded.sequence import TokenSplit
 from lightning_mm5d.trainer.steps import Steps
 from parity.harness import fit, strategy
 from ranks import run_ranks
@@ -321,6 +326,38 @@ def test_features_leave_without_a_wait_and_are_found_as_they_were(tmp_path: Path
     expected = ["t", 0], [torch.tensor([0.0, 2.0, 4.0])]
     torch.testing.assert_close(found.pop(3)[1], expected[1])
     assert found == [False, None, False, None, True, True]
+
+
+def waited(rank: int) -> dict[str, int]:
+    """How often the host waits for the device in what a step does."""
+    pretended_cuda.enter()
+    waits, found = pretended_cuda.built().waits, dict[str, int]()
+    outputs = [{"loss": torch.ones((), device="cuda")} for _ in range(2)]
+    q = torch.ones(1, 2, 200, 4, dtype=torch.float64, device="cuda")
+    split = TokenSplit((((0, 50), (150, 200)), ((50, 150),)), 200)
+    mask = Mask(lambda b, h, q, k: q - k < 70, batch=1, q_length=200, k_length=200, device="cuda")
+    tiles = mask.tiles(torch.arange(200), torch.arange(200))
+
+    def attends() -> None:
+        out, lse = attend(q, q, q, tiles, scale=1.0)
+        attend_backward(out, q, q, q, out, lse, tiles, scale=1.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_mm5d.context_parallel.masks.mask.KEPT", 0)
+        for name, run in {
+            "outputs of microbatches": lambda: merge(outputs, [1, 3]),
+            "places of tokens": lambda: Places.of(split, q.device, is_padded=True),
+            "attention of float64": attends,
+        }.items():
+            before = waits()
+            run()
+            found[name] = waits() - before
+    return found
+
+
+def test_the_host_does_not_wait_for_the_device_in_what_a_step_does() -> None:
+    (found,) = run_ranks(1, waited)
+    assert set(found.values()) == {0}, found
 
 
 def on_cpus_afterwards(rank: int) -> str:
