@@ -115,8 +115,9 @@ def _merge_tensors(outputs: list[torch.Tensor], samples: Sizes, where: str, tell
         return torch.stack(outputs).sum()
     if all(output.ndim == 0 and output.is_floating_point() for output in outputs):
         wide = torch.promote_types(first.dtype, torch.float32)
-        weights = torch.tensor(samples, dtype=wide, device=first.device) / sum(samples)
-        return (torch.stack(outputs).to(wide) * weights).sum().to(first.dtype)
+        # numbers of Python: a copy of them would wait for the device
+        weighed = torch._foreach_mul([*torch.stack(outputs).to(wide)], [one / sum(samples) for one in samples])
+        return torch.stack(weighed).sum().to(first.dtype)
     if dims := [dim for dim in (0, 1) if _have_samples(outputs, samples, dim)]:
         if dims == [1] and all(torch.equal(output, first) for output in outputs):
             return first

@@ -272,8 +272,10 @@ class SharedParameter:
         elif self.rests_own and not isinstance(self.parameter, Closed):
             self.adopt_changes()
             self._version = self.parameter._version
-        if self.whole is not None and self.whole.untyped_storage().resizable():  # else an array of numpy shows it
+        if self.whole is not None and self.whole.untyped_storage().resizable():
             self.whole.untyped_storage().resize_(0)
+        else:  # an array of numpy has shown it: its memory goes with the last view, and others follow in new memory
+            self.whole = None
         make_closed(self.parameter, self.shape, self.dtype, opens)
 
     def reopen(self) -> None:

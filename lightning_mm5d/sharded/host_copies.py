@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_mm5d.config.errors import private
 from lightning_mm5d.sharded.tensor import written_by
-from lightning_mm5d.sharded.torch_internals import version_of
+from lightning_mm5d.sharded.torch_internals import OWN, torchs_own, version_of
 
 _is_wrapped = private(torch._C._functorch, "is_functorch_wrapped_tensor")
 _FEW = 4096  # numbers of a tensor that is made a second time on the host
@@ -120,7 +120,8 @@ class HostCopies(TorchFunctionMode):
         if name in _QUESTIONS and args and isinstance(args[0], Tensor) and not self.is_here(args[0]):
             known = self.find(args[0])
             return func(args[0] if known is None else known, *args[1:], **kwargs)
-        result = func(*args, **kwargs)
+        # torch's own backward would show to tensors of ranks what stands in its place while a step runs
+        result = (torchs_own(name) if OWN.get(name) is func else func)(*args, **kwargs)
         if written := written_by(func, args, kwargs):
             self._write(written)
         if name in _FOLLOWED:

@@ -5,8 +5,10 @@ Collectives of one tensor have the names that torch 2.13 gave them; torch 2.11 a
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import FunctionType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,20 @@ from torch import Tensor
 from torch.utils import _python_dispatch, checkpoint
 
 from lightning_mm5d.config.errors import private
+
+OWN: dict[str, FunctionType] = {name: getattr(torch.autograd, name) for name in ("backward", "grad")}
+"""of `torch.autograd`, whatever stands in their places later on"""
+
+
+def torchs_own(name: str = "backward") -> Callable[..., Any]:
+    """Return a function of `torch.autograd`, which shows itself to `__torch_function__` whatever stands in its place.
+
+    It gives to that what its module has under its name, and tensors of ranks know torch's own alone. Call what is
+    returned at once: whatever else the module has is as it is now.
+    """
+    original = OWN[name]
+    known = {**original.__globals__, name: original}
+    return FunctionType(original.__code__, known, name, original.__defaults__, original.__closure__)
 
 
 def as_plain_tensors() -> AbstractContextManager[None]:

@@ -11,13 +11,13 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Any
 
 import torch
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.removable import put
+from lightning_mm5d.sharded.torch_internals import OWN, torchs_own
 
 
 class StepBackwards:
@@ -80,20 +80,6 @@ def without_inputs(field: str, rule: str, fix: str) -> Iterator[None]:
         yield
 
 
-_TORCHS: dict[str, FunctionType] = {name: getattr(torch.autograd, name) for name in ("backward", "grad")}
-
-
-def torchs_own(name: str = "backward") -> Callable[..., Any]:
-    """Return a function of `torch.autograd`, which shows itself to `__torch_function__` whatever stands in its place.
-
-    It gives to that what its module has under its name, and tensors of ranks know torch's own alone. Call what is
-    returned at once: whatever else the module has is as it is now.
-    """
-    original = _TORCHS[name]
-    known = {**original.__globals__, name: original}
-    return FunctionType(original.__code__, known, name, original.__defaults__, original.__closure__)
-
-
 @contextmanager
 def replaced(function: Callable[..., Any], name: str = "backward") -> Iterator[None]:
     """Enter around code that calls `function` in place of a function of `torch.autograd`, which is its first argument.
@@ -105,7 +91,7 @@ def replaced(function: Callable[..., Any], name: str = "backward") -> Iterator[N
     original = getattr(torch.autograd, name)
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        return (torchs_own(name) if original is _TORCHS[name] else original)(*args, **kwargs)
+        return (torchs_own(name) if original is OWN[name] else original)(*args, **kwargs)
 
     take_away = put(torch.autograd, name, functools.wraps(original)(functools.partial(function, called)))
     try:

@@ -11,10 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from data_parallel.test_sharing import Trained, shared
 from features.toys import Run, assert_same, figures, outcomes, together, weights
+from lightning_mm5d.data_parallel.shared_parameters import SharedParameter
+from lightning_mm5d.plan.holdings import DataShard
+from lightning_mm5d.plan.plan import Traffic
 
 SAMPLES = 4
 
@@ -139,3 +143,26 @@ def test_layers_that_are_gathered_one_by_one_may_run_in_any_order_or_not_at_all(
 def test_a_layer_that_is_gathered_for_one_forward_refuses_a_second_one() -> None:
     with pytest.raises(BaseException, match="reshard_after_forward"):
         together(shared(3, reshards=True), twice, num_microbatches=SAMPLES)
+
+
+def test_memory_that_an_array_has_shown_goes_with_the_array_and_weights_come_in_new_memory() -> None:
+    parameter = nn.Parameter(torch.arange(4.0))
+    shared = SharedParameter(parameter, DataShard(3, 0, ((0, 2), (2, 4)), (0, 1), (0,), 0), (4,), Traffic())
+
+    def gathered() -> None:
+        shared.give_memory()
+        assert shared.whole is not None
+        shared.whole.copy_(torch.arange(4.0))
+        shared.reopen()
+
+    shared.show_closed(gathered)
+    gathered()
+    product = parameter * 2  # autograd keeps nothing of the weight
+    array = parameter.detach().numpy()
+    memory = StorageWeakRef(parameter.untyped_storage())
+    shared.show_closed(gathered)
+    assert array.tolist() == [0, 1, 2, 3]
+    assert not memory.expired()
+    del array
+    assert memory.expired()
+    assert torch.equal(parameter + product, torch.arange(4.0) * 3)  # which gathers again

@@ -18,10 +18,12 @@ import fcntl
 import os
 import tempfile
 import warnings
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -44,6 +46,20 @@ def enter() -> None:
         torch.ones(1, requires_grad=True, device="cuda").backward()
     except RuntimeError:  # autograd has no thread of the device where the forking process has differentiated
         torch.autograd.set_multithreading_enabled(False)
+
+
+def enter_with_trainers() -> None:
+    """As `enter`, and let trainers that say no accelerator, or the CPU, train on the device."""
+    enter()
+    made = L.Trainer.__init__
+
+    @wraps(made)
+    def on_gpu(self: L.Trainer, *args: Any, **options: Any) -> None:
+        if options.get("accelerator", "cpu") == "cpu":
+            options["accelerator"] = "gpu"
+        made(self, *args, **options)
+
+    L.Trainer.__init__ = on_gpu  # type: ignore[method-assign]
 
 
 def built() -> Any:

@@ -221,6 +221,9 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional
                                            c10::dtype_or_default(dtype));
 }
 
+int64_t host_waits = 0;        // of the host for the device
+thread_local bool is_kernel = false;  // whether a kernel is computed on the host, whose copies are none of a GPU
+
 void ended_before(Device device) { finish(streams.at(device.index()), newest_copy); }
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
@@ -232,6 +235,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.is_cuda() && source.is_cuda()) return self;
   const Tensor& host = self.is_cuda() ? source : self;
   if (!non_blocking || !is_pinned(host) || !host.is_contiguous()) {
+    if (!is_kernel) ++host_waits;
     ended_before(device);
   } else {
     copies.push_back({streams.at(device.index()), ++newest_copy, host, host.clone(), self.is_cuda()});
@@ -298,6 +302,7 @@ Tensor unfold(const Tensor& self, int64_t dim, int64_t size, int64_t step) {
 }
 
 at::Scalar local_scalar(const Tensor& self) {
+  if (!is_kernel) ++host_waits;
   ended_before(self.device());
   return on_host(self).item();
 }
@@ -379,6 +384,10 @@ void check_devices(const c10::OperatorHandle& op, const torch::jit::Stack& stack
 // Computes on the host. Random numbers come from the generator of the device.
 void on_host_instead(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   check_devices(op, *stack);
+  struct Kernel {
+    bool before = std::exchange(is_kernel, true);
+    ~Kernel() { is_kernel = before; }
+  } kernel;
   const auto& arguments = op.schema().arguments();
   if (!op.hasTag(at::Tag::nondeterministic_seeded)) {
     at::native::cpu_fallback(op, stack);
@@ -428,6 +437,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("is_set_to", is_set_to);
   m.impl("histc", histc);
   m.impl("native_batch_norm", native_batch_norm);
+  // torch would compose these, with intermediate results rounded to bfloat16, which kernels of CPU and CUDA do not do
+  m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&on_host_instead>());
+  m.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&on_host_instead>());
   m.impl("record_stream", record_stream);
 }
 
@@ -442,6 +454,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("stream", [](int index) { return streams.at(index); });
   m.def("default_generator", [](int index) { return default_generator(static_cast<DeviceIndex>(index)); });
   m.def("on_host", on_host);
+  m.def("waits", [] { return host_waits; });
   m.def("resize_storage", [](const Tensor& x, size_t bytes) { resize_storage(x.storage(), bytes); });
   m.attr("DEVICES") = static_cast<int>(kDevices);
 }

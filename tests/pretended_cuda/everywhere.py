@@ -7,26 +7,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import wraps
 from typing import Any
-
-import lightning as L
 
 import pretended_cuda
 import ranks
 
 
 def _served(index: int, *rest: Any) -> None:
-    pretended_cuda.enter()
-    made = L.Trainer.__init__
-
-    @wraps(made)
-    def on_gpu(self: L.Trainer, *args: Any, **options: Any) -> None:
-        if options.get("accelerator", "cpu") == "cpu":
-            options["accelerator"] = "gpu"
-        made(self, *args, **options)
-
-    L.Trainer.__init__ = on_gpu  # type: ignore[method-assign]
+    pretended_cuda.enter_with_trainers()
     _serve(index, *rest)
 
 

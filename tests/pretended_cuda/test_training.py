@@ -20,11 +20,20 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import pretended_cuda
+from data_parallel.test_shared_states import ROWS, born
+from data_parallel.test_shared_steps import bypassing
+from data_parallel.test_sharing import shared
 from features.shared_experts import composed_training
 from features.shared_experts.composed_training import Composition
-from features.toys import CLASSES, PAIR, PIPE, SHARED, Layout, Run, Toy, alone, figures
+from features.toys import CLASSES, PAIR, PIPE, SHARED, Layout, Run, Toy, alone, assert_same, figures
 from lightning_mm5d import ConfigError, Modality
+from lightning_mm5d.context_parallel.exchange.ulysses import Places
+from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward
+from lightning_mm5d.context_parallel.masks.mask import Mask
+from lightning_mm5d.data.joining import merge
+from lightning_mm5d.features.cached_features.feature import FeatureFiles
 from lightning_mm5d.features.sharded_checkpoints.own_shards import Item, PieceCopies
+from lightning_mm5d.sharded.sequence import TokenSplit
 from lightning_mm5d.trainer.steps import Steps
 from parity.harness import fit, strategy
 from ranks import run_ranks
@@ -110,6 +119,26 @@ def test_experts_that_ranks_share_equal_one_process(name: str) -> None:
     (expected,) = run_ranks(1, composed_training.trained, EXPERTS[name].alone)
     found, _ = run_ranks(2, trained_experts, EXPERTS[name])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+MADE = {
+    "states that a hook has seen": (shared(3, reshards=True), bypassing),
+    "weights that each rank makes": (ROWS, born),
+}
+
+
+def trains_on_gpus(rank: int, run: Run, scenario: Any) -> Any:
+    warnings.simplefilter("ignore")
+    pretended_cuda.enter_with_trainers()
+    return scenario(run)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_ranks_tell_each_other_is_put_on_their_own_devices(name: str, tmp_path: Path) -> None:
+    layout, scenario = MADE[name]
+    one = alone(scenario, tmp_path / "one")
+    ranks = run_ranks(layout.world, trains_on_gpus, Run(layout, {}, tmp_path), scenario)
+    assert_same(ranks[0]["weights"], one["weights"])
 
 
 def clipped(rank: int) -> Any:
@@ -271,6 +300,64 @@ def copied_beside(rank: int) -> list[bool]:
 
 def test_states_are_copied_to_pinned_memory_beside_what_the_device_computes_and_before_the_next_step() -> None:
     assert run_ranks(1, copied_beside) == [[False, True, True] * 2]
+
+
+def cached(rank: int, folder: Path) -> list[Any]:
+    """Whether files of features are there after the call, after a look for others, and what a look for them gives."""
+    pretended_cuda.enter()
+    files, found = FeatureFiles(folder, "memory.cache_features"), list[Any]()
+    query, torch.cuda.Event.query = torch.cuda.Event.query, lambda event: False
+    value = torch.arange(6.0, device="cuda")
+    files.write("ab", ["t", 0], [value[::2]])
+    value.zero_()
+    found += [files.path("ab").exists(), files.read("cd"), files.path("ab").exists(), files.read("ab")]
+    files.write("ef", ["t", 0], [value])
+    torch.cuda.Event.query = query
+    found += [files.read("cd"), files.path("ef").exists()]
+    files.write("01", ["t", 0], [value])
+    files.finish()
+    with pytest.raises(ValueError, match="cannot hold"):
+        files.write("23", ["t", 0], [torch.empty(1, dtype=torch.bits8, device="cuda")])
+    return [*found, files.path("01").exists()]
+
+
+def test_features_leave_without_a_wait_and_are_found_as_they_were(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, cached, tmp_path)
+    expected = ["t", 0], [torch.tensor([0.0, 2.0, 4.0])]
+    torch.testing.assert_close(found.pop(3)[1], expected[1])
+    assert found == [False, None, False, None, True, True]
+
+
+def waited(rank: int) -> dict[str, int]:
+    """How often the host waits for the device in what a step does."""
+    pretended_cuda.enter()
+    waits, found = pretended_cuda.built().waits, dict[str, int]()
+    outputs = [{"loss": torch.ones((), device="cuda")} for _ in range(2)]
+    q = torch.ones(1, 2, 200, 4, dtype=torch.float64, device="cuda")
+    split = TokenSplit((((0, 50), (150, 200)), ((50, 150),)), 200)
+    mask = Mask(lambda b, h, q, k: q - k < 70, batch=1, q_length=200, k_length=200, device="cuda")
+    tiles = mask.tiles(torch.arange(200), torch.arange(200))
+
+    def attends() -> None:
+        out, lse = attend(q, q, q, tiles, scale=1.0)
+        attend_backward(out, q, q, q, out, lse, tiles, scale=1.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_mm5d.context_parallel.masks.mask.KEPT", 0)
+        for name, run in {
+            "outputs of microbatches": lambda: merge(outputs, [1, 3]),
+            "places of tokens": lambda: Places.of(split, q.device, is_padded=True),
+            "attention of float64": attends,
+        }.items():
+            before = waits()
+            run()
+            found[name] = waits() - before
+    return found
+
+
+def test_the_host_does_not_wait_for_the_device_in_what_a_step_does() -> None:
+    (found,) = run_ranks(1, waited)
+    assert set(found.values()) == {0}, found
 
 
 def on_cpus_afterwards(rank: int) -> str:

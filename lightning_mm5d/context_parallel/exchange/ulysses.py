@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.host_copies import on_device
 from lightning_mm5d.sharded.sequence import TokenSplit
 from lightning_mm5d.sharded.torch_internals import all_gather_single, reduce_scatter_single
 
@@ -63,8 +64,8 @@ class Places(NamedTuple):
         tokens, rows = torch.cat(parts), torch.cat(starts)[split.order()]
         same = torch.arange(split.size)
         return Places(
-            None if torch.equal(rows, same) else rows.to(device),
-            None if torch.equal(tokens, same) else tokens.to(device),
+            None if torch.equal(rows, same) else on_device(rows, device),
+            None if torch.equal(tokens, same) else on_device(tokens, device),
         )
 
     def ordered(self, rows: Tensor) -> Tensor:

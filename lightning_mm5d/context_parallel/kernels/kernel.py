@@ -126,8 +126,9 @@ def _bias(tiles: Tiles, row: int, q: slice, k: slice, like: Tensor) -> Bias:
         q_at, k_at = _tile(q, i), _tile(k, j)
         inside = values[q_at.start - q.start : q_at.stop - q.start, k_at.start - k.start : k_at.stop - k.start]
         inside.masked_fill_(~tiles.allowed(row, q_at, k_at), -torch.inf)
-    blind = values.amax(1) < 0
-    return Bias(values, blind if bool(blind.any()) else None)
+    # for the flash kernel, which is of the CPU; elsewhere the question would wait for the device
+    blind = values.amax(1) < 0 if values.device.type == "cpu" else None
+    return Bias(values, blind if blind is not None and bool(blind.any()) else None)
 
 
 def _tiles(at: slice) -> slice:

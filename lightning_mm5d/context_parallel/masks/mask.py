@@ -216,7 +216,8 @@ class Tiles:
         place = int(np.searchsorted(self._partial[row], i * self.kinds.shape[2] + j))
         if self._which[row][place] < 0:
             if len(self._masks) * TILE * TILE >= KEPT:
-                return self._judges[row].exact(torch.tensor([i]), torch.tensor([j]))[0].to(self._device)  # of too many
+                mask = self._judges[row].exact(torch.tensor([i]), torch.tensor([j]))[0]  # of too many
+                return on_device(mask, self._device)
             self._keep(row, place)
         return self._masks[self._which[row][place]]
 

@@ -20,6 +20,9 @@ its own and renamed when it is whole, so that readers see all of it or nothing, 
 key one wins. Nothing is flushed to the disk: a file that a power cut has damaged shows by its checksums, like any other
 damage, and counts as missing. Files are never removed here.
 
+From a GPU features are copied to pinned memory, in the order of what it computes, and the host goes on. Their files are
+written when a later call finds the copies ended, or looks them up, and at the end of the run.
+
 A full disk ends the writing, with a warning, and not the run.
 """
 
@@ -67,7 +70,7 @@ from lightning_mm5d.stage.payload import NotSent, Packer, rebuild, tensors_in
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.stage.taps import mark_dependent
 from lightning_mm5d.stage.written import attributes, written
-from lightning_mm5d.storage.tensor_file import Entry, TensorFile, TensorFileWriter
+from lightning_mm5d.storage.tensor_file import Entry, TensorFile, TensorFileWriter, lay_out
 from lightning_mm5d.trainer.feature import Feature
 
 Compute = Callable[..., Any]
@@ -91,6 +94,7 @@ class CachedFeatures(Removable):
             if modality.memory.cache_features is None or name not in here:
                 continue
             files = FeatureFiles(modality.memory.cache_features, f"modalities.{name}.memory.cache_features")
+            self.changes.callback(files.finish)
             for boundary in runtime.partition.encoders[name].boundaries:
                 found = used_fields(runtime.root, boundary.path, boundary.method)
                 runtime.wanted.setdefault(boundary.name, found)
@@ -375,6 +379,7 @@ class FeatureFiles:
     def __init__(self, folder: str | os.PathLike[str], field: str) -> None:
         self._folder, self._field = Path(folder), field
         self._writes = True
+        self._leaving: dict[str, tuple[Any, list[Tensor], Any]] = {}  # copies in host memory, whole after an event
 
     def path(self, key: str) -> Path:
         """Return the file of a key, of hexadecimal digits."""
@@ -385,6 +390,7 @@ class FeatureFiles:
 
         A damaged file is reported by a warning.
         """
+        self.finish(lambda other, event: other == key or event.query())
         path = self.path(key)
         if not path.exists():
             return None
@@ -399,12 +405,30 @@ class FeatureFiles:
             return None
 
     def write(self, key: str, description: Any, tensors: Sequence[Tensor]) -> None:
-        """Keep a description, which JSON can hold, and tensors under `key`.
+        """Keep a description, which JSON can hold, and tensors under `key`; from a GPU, once they have left it.
 
         Raises:
-            ValueError: a dtype that no safetensors file can hold.
+            ValueError: a dtype or layout that no safetensors file can hold.
             OSError: the folder may not be written.
         """
+        if not tensors or not all(one.is_cuda and one.layout == torch.strided for one in tensors):
+            self._write(key, description, tensors)
+        elif self._writes:
+            lay_out({str(index): (one.dtype, tuple(one.shape)) for index, one in enumerate(tensors)})
+            copies = [torch.empty(one.shape, dtype=one.dtype, device="cpu", pin_memory=True) for one in tensors]
+            for copy, tensor in zip(copies, tensors, strict=True):  # what is written to features later comes after it
+                copy.copy_(tensor.detach(), non_blocking=True)
+            event = torch.cuda.current_stream(tensors[0].device).record_event()
+            self._leaving[key] = description, copies, event
+
+    def finish(self, is_due: Callable[[str, Any], bool] = lambda key, event: True) -> None:
+        """Write what has left a GPU, as far as `is_due` says so of a key and the event at the end of its copies."""
+        for key in [key for key, (_, _, event) in self._leaving.items() if is_due(key, event)]:
+            description, copies, event = self._leaving.pop(key)
+            event.synchronize()
+            self._write(key, description, copies)
+
+    def _write(self, key: str, description: Any, tensors: Sequence[Tensor]) -> None:
         if not self._writes:
             return
         path = self.path(key)

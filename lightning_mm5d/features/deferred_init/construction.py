@@ -245,7 +245,8 @@ class ModuleWeights:
         weights were recorded, or recorded with another state than rank 0.
         """
         own, before = weights.random_state, [generator.get_state() for generator in weights.generators]
-        first = broadcast_tree([*own], 0, self._wire) if dist.is_initialized() else own
+        # generators take states in host memory alone, and messages may live on a device
+        first = [one.cpu() for one in broadcast_tree([*own], 0, self._wire)] if dist.is_initialized() else own
         weights.materialize(self._module, self._put, random_state=first)
         goes_on = all(map(torch.equal, own, first)) and all(map(torch.equal, own, before))
         for generator, state in zip(weights.generators, () if goes_on else before, strict=False):

@@ -20,6 +20,7 @@ import math
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.plan.holdings import DataShards, Holding, Holdings, Part, narrowed
@@ -370,7 +371,7 @@ class FullStates:
                 full[name] = {}
                 for key, value in keys.items():
                     if not isinstance(value, _Whole):
-                        full[name][key] = value
+                        full[name][key] = tree_map_only(_OnDevice, lambda one: one.value.to(self._device), value)
                         continue
                     present = by_name.get(name, {}).get(key)
                     whole = torch.zeros(value.shape, dtype=value.dtype, device=self._device) if keeps else None
@@ -386,7 +387,7 @@ class FullStates:
         """What a rank says of one state: what is a part, by dtype and full shape, and the rest itself."""
         shape = self._names[id(parameter)][1]
         return {
-            key: _Whole(shape, value.dtype) if self._is_part(parameter, value) else value
+            key: _Whole(shape, value.dtype) if self._is_part(parameter, value) else tree_map_only(Tensor, _told, value)
             for key, value in state.items()
         }
 
@@ -443,6 +444,17 @@ class FullStates:
         for optimizer, _, local in self._shown:
             optimizer.state = local
         self._shown.clear()
+
+
+def _told(value: Tensor) -> Any:
+    return value if value.device.type == "cpu" else _OnDevice(value.cpu())
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    """A tensor of a device, in host memory: each rank puts it on its own device, not on the sender's."""
+
+    value: Tensor
 
 
 class _Whole(NamedTuple):

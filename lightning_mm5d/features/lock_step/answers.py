@@ -29,10 +29,9 @@ from torch.autograd.function import once_differentiable
 
 from lightning_mm5d.data.random_state import set_torch_states, torch_states
 from lightning_mm5d.sharded.removable import put
-from lightning_mm5d.sharded.torch_internals import version_of
+from lightning_mm5d.sharded.torch_internals import torchs_own, version_of
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import Packer, rebuild, tensors_in
-from lightning_mm5d.trainer.own_backwards import torchs_own
 
 _PLAIN = (Tensor, nn.Module, type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
