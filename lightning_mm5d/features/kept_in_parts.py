@@ -154,7 +154,8 @@ class _Step(AroundStep):
         paths = [*watched.modules] if paths is None else paths
         self._held = {path: attributes_of(watched.modules[path]) for path in paths}
         self._here = {path for path in paths if watched.is_here(path)}
-        self._numbers: dict[str, list[dict[str, float]]] = {path: [_numbers(watched.modules[path])] for path in paths}
+        told = paths if self._is_first else ()  # numbers may be on a device, for which the host waits
+        self._numbers: dict[str, list[dict[str, float]]] = {path: [_numbers(watched.modules[path])] for path in told}
         self._entered = 0
         self._is_apart = True
         own = watched.own if watched.plan.topology.edges else {}
@@ -176,7 +177,8 @@ class _Step(AroundStep):
             one.restore()
         for path in own:
             self._held[path].mark()
-            self._numbers[path].append(_numbers(self._watched.modules[path]))
+            if self._is_first:
+                self._numbers[path].append(_numbers(self._watched.modules[path]))
 
     def end(self) -> None:
         """Join what microbatches have left, and share it."""
