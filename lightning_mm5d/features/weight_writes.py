@@ -17,10 +17,10 @@ Embeddings with ``max_norm`` write to the rows that they read, and are left out.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
 from operator import attrgetter
 from typing import Any
 
@@ -34,6 +34,7 @@ from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
 from lightning_mm5d.schedule import Action
 from lightning_mm5d.sharded.data_accesses import accesses
 from lightning_mm5d.sharded.remote_value import TELLING, is_remote, plain
+from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.sharded.tensor import functions_named, written_by
 from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.stage import Run
@@ -66,13 +67,15 @@ class _Watched(Attached, AroundSteps):
         names = {name for name, _ in root.named_buffers() if running.plan.topology.edges} - shared
         owned = sorted(names & running.plan.partition.owners.keys())
         self._buffers = {name: _place(root, name) for name in owned}
+        self._looks = Looks(self._weights)
+        self.changes.callback(self._looks.remove)
         running.engine.around.append(self)
 
     def step(self, course: Course) -> AroundStep | None:
         """Watch a step, unless nothing of it stays, whatever happens."""
         if Exception in course.step.forgives:
             return None
-        return _Step(self._weights, self._names, self._buffers, course.step)
+        return _Step(self._weights, self._names, self._buffers, course.step, self._looks)
 
 
 class _Step(AroundStep):
@@ -82,8 +85,9 @@ class _Step(AroundStep):
         names: Mapping[int, str],
         buffers: Mapping[str, Place],
         step: Any,
+        looks: Looks,
     ) -> None:
-        self._weights, self._names, self._buffers = weights, names, buffers
+        self._weights, self._names, self._buffers, self._looks = weights, names, buffers, looks
         self._step, self._written = step, step.weights_written
         self._norms = dict[str, Tensor]()  # of those that runs have written to
         self._counts = dict[str, int]()
@@ -97,11 +101,11 @@ class _Step(AroundStep):
         known = {name: self._weights[name] for name in self._norms}
         order = _Order(known, counts_all=not self._step.trains) if known else nullcontext()
         before = self._versions()
-        with written(self._weights, self._names) as names, shown_as_arrays(self._weights) as shown, order as early:
+        with written(self._weights, self._names) as names, self._looks.noted() as shown, order as early:
             yield
         self._written |= {name: 1 for name, one in self._versions().items() if one != before[name]}
         found = names()
-        for name, memory, was in shown:
+        for name, (memory, was) in shown.items():
             if name not in found and not torch.allclose(memory, was, rtol=0.0, atol=0.0, equal_nan=True):
                 raise self._refusal(name, "and a write past torch leaves no trace, so that ranks cannot take it over")
         for name, count in found.items():
@@ -131,36 +135,48 @@ class _Step(AroundStep):
             return {name: (id(one), 0 if one is None else version_of(one)) for name, one in found.items()}
 
 
-@contextmanager
-def shown_as_arrays(weights: Weights) -> Iterator[list[tuple[str, Tensor, Tensor]]]:
-    """Enter around a run; gives the weights that it looks at as arrays: their memory, and a copy of it before."""
-    found: list[tuple[str, Tensor, Tensor]] = []
+class Looks(Removable):
+    """Notices which weights runs look at as arrays, until `remove`.
 
-    def noticing(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
+    Methods of tensors are replaced once, and not in each run: Python keeps what it knows of a class until that changes.
+
+    Args:
+        weights: by name.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._runs: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
+        for name in ("numpy", "__dlpack__"):
+            had, original = name in vars(Tensor), getattr(Tensor, name)
+            setattr(Tensor, name, self._noticing(original))
+            self.changes.callback(partial(setattr, Tensor, name, original) if had else partial(delattr, Tensor, name))
+
+    @contextmanager
+    def noted(self) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+        """Enter around a run; gives the memory of the weights that it looks at, and a copy of it before, by name."""
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        self._runs[id(found)] = found
+        try:
+            yield found
+        finally:
+            del self._runs[id(found)]
+
+    def _noticing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
         def noticed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.is_floating_point():
+            is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.is_floating_point()
+            if self._runs and is_plain:
                 with plain(), torch.no_grad():
                     address = _address(tensor)
-                    here = ((name, one.detach()) for name, one in weights.items() if not is_remote(one))
+                    here = ((name, one.detach()) for name, one in self._weights.items() if not is_remote(one))
                     name, memory = next((pair for pair in here if _address(pair[1]) == address), ("", tensor))
-                    if name and not any(name == other for other, *_ in found):
-                        found.append((name, memory, memory.clone()))
+                    for found in self._runs.values() if name else ():
+                        if name not in found:
+                            found[name] = memory, memory.clone()
             return function(tensor, *args, **kwargs)
 
         return noticed
-
-    before = {name: vars(Tensor).get(name) for name in ("numpy", "__dlpack__")}
-    for name in before:
-        setattr(Tensor, name, noticing(getattr(Tensor, name)))
-    try:
-        yield found
-    finally:
-        for name, function in before.items():
-            if function is None:
-                delattr(Tensor, name)
-            else:
-                setattr(Tensor, name, function)
 
 
 def _place(root: nn.Module, name: str) -> Place:

@@ -12,7 +12,7 @@ from torch import nn
 
 from features.toys import PAIR, Layout, Run, Toy, alone, assert_same, weights
 from lightning_mm5d import ConfigError, Modality
-from lightning_mm5d.features.weight_writes import written
+from lightning_mm5d.features.weight_writes import Looks, written
 from lightning_mm5d.sharded.data_accesses import accesses
 from lightning_mm5d.sharded.remote_value import Guard, Origin, make_placeholder
 from ranks import run_ranks
@@ -146,6 +146,24 @@ class Quantised(Toy):
 
     def on_train_epoch_end(self) -> None:
         np.mean([1.0])
+
+
+def test_tensors_show_arrays_as_before_but_for_the_time_of_a_watch() -> None:
+    before, weight = torch.Tensor.numpy, nn.Parameter(torch.ones(3))
+    looks = Looks({"weight": weight})
+    during = torch.Tensor.numpy
+    with looks.noted() as outer, looks.noted() as inner:
+        assert torch.Tensor.numpy is during  # a class that changes in each run is slow to look up
+        weight.detach().numpy()[0] = 2
+        torch.ones(3).numpy()
+    weight.detach().numpy()[1] = 2
+    for found in (outer, inner):
+        (memory, was), *others = found.values()
+        assert not others
+        assert memory.data_ptr() == weight.data_ptr()
+        assert was.tolist() == [1, 1, 1]
+    looks.remove()
+    assert torch.Tensor.numpy is before
 
 
 def test_weights_that_have_no_norm_are_left_alone() -> None:
