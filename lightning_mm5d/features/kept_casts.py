@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.data_accesses import accesses
 from lightning_mm5d.sharded.remote_value import is_remote, plain
-from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 
 
@@ -109,8 +108,13 @@ class CastingOnce:
                     self._stop()
                 self._tried.add(name)
 
-    def _inside(self) -> AbstractContextManager[None]:
-        return meanwhile(self, _inside_of=self._inside_of + 1)
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._inside_of += 1  # microbatches side by side end in any order
+        try:
+            yield
+        finally:
+            self._inside_of -= 1
 
     def _accessed(self, parameter: Tensor, data: Tensor, sets: bool) -> None:
         if self._inside_of and id(parameter) in self._ids:

@@ -18,8 +18,10 @@ a schedule.
 
 from __future__ import annotations
 
+import ast
+import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -37,8 +39,9 @@ from lightning_mm5d.schedule import Action
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import is_remote
+from lightning_mm5d.source.trees import own_functions, tree_of
 from lightning_mm5d.stage import Run
-from lightning_mm5d.stage.payload import NotSent
+from lightning_mm5d.stage.payload import NotSent, Packer
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.kept_values import attributes_of, is_own
 
@@ -74,6 +77,7 @@ class _Watched(Attached, AroundSteps):
         modules: inside of the LightningModule, by path.
         own: those of classes of the user's own that this rank computes.
         homes: the stages at which they are computed, by path.
+        runs: paths of those of which this rank holds a part, and whose forward it runs.
         rank: this one.
         plan: all stages.
     """
@@ -81,33 +85,46 @@ class _Watched(Attached, AroundSteps):
     def __init__(self, running: Running) -> None:
         found = {path: one for path, one in running.module.named_modules() if path and not holds_metrics(one)}
         self.plan, self.rank, self.modules = running.plan, running.rank, found
-        self.homes = {path: _home(path, running.plan) for path in found}
+        held = _stages_below(running.plan)
+        self.homes = {path: _home(path, held, running.plan) for path in found}
+        mine = set(self.plan.topology.stages_of(self.rank))
+        self.runs = {path for path in found if not mine.isdisjoint(held.get(path, ()))}
         self.own = {path: one for path, one in found.items() if is_own(one) and self.is_here(path)}
         self._told = set[tuple[type, str]]()
         self._device, self._groups = message_device(running.device), running.groups
         self._channels: dict[tuple[int, int], TreeChannel] = {}
-        self._known: dict[str, tuple[int, list[str]]] = {}
+        self._known: dict[tuple[str, int], tuple[int, list[str]]] = {}
         running.engine.around.append(self)
 
     def step(self, course: Course) -> AroundStep | None:
-        """Watch a step, unless the first of its kind in this epoch has changed nothing."""
-        step: Any = course.step
-        if Exception in step.forgives:
-            return None
-        epoch, known = self._known.get(step.name, (-1, []))
-        return _Step(self, step, known if epoch == step.epoch else None)
+        """Watch a step; after the first of its kind in an epoch, the modules which that has changed."""
+        return None if Exception in course.step.forgives else _Step(self, course.step)
 
-    def agree(self, step: Any, changed: Sequence[str]) -> list[str]:
-        """Return the paths that any rank of the replicas which this one serves has changed at their home."""
-        known, paths = set(changed), [*self.modules]
-        for number in sorted(step.microbatches):
-            if (group := self._host(number) or self._groups.replicas.get(number)) is not None:
-                bits = torch.tensor([path in known for path in paths], device=self._device_of(number)).int()
-                dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
-                known |= {path for path, bit in zip(paths, bits.tolist(), strict=True) if bit}
-        found = [path for path in paths if path in known]
-        self._known[step.name] = step.epoch, found
+    def known(self, step: Any, number: int) -> list[str] | None:
+        """Return the modules that the first step of its kind has changed in a replica; None for such a step."""
+        epoch, known = self._known.get((step.name, number), (-1, []))
+        return known if epoch == step.epoch else None
+
+    def agree(self, step: Any, number: int, changed: Sequence[str]) -> list[str]:
+        """Return the paths that any rank of a replica has changed, and note them; collective over its ranks."""
+        own, paths = set(changed), [*self.modules]
+        bits = self._most(number, [path in own for path in paths])
+        found = [path for path, bit in zip(paths, bits, strict=True) if bit]
+        self._known[step.name, number] = step.epoch, found
         return found
+
+    def fails(self, number: int, fails: bool) -> bool:
+        """Return whether a step fails on any rank of a replica; collective over these."""
+        return self._most(number, [fails])[0]
+
+    def _most(self, number: int, bits: Sequence[bool]) -> list[bool]:
+        group = self._host(number) or self._groups.replicas.get(number)
+        if group is None:
+            return [*bits]
+        device = self._device if self._host(number) is None else torch.device("cpu")
+        message = torch.tensor(bits, device=device).int()
+        dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
+        return list(map(bool, message.tolist()))
 
     def source(self, path: str, number: int) -> int:
         """Return the rank that sends what a module keeps to a replica."""
@@ -144,14 +161,14 @@ class _Watched(Attached, AroundSteps):
     def _host(self, number: int) -> dist.ProcessGroup | None:
         return self._groups.hosts.get(number)
 
-    def _device_of(self, number: int) -> torch.device:
-        return self._device if self._host(number) is None else torch.device("cpu")
-
 
 class _Step(AroundStep):
-    def __init__(self, watched: _Watched, step: Any, paths: Sequence[str] | None) -> None:
-        self._watched, self._step, self._is_first = watched, step, paths is None
-        paths = [*watched.modules] if paths is None else paths
+    def __init__(self, watched: _Watched, step: Any) -> None:
+        self._watched, self._step = watched, step
+        self._known = {number: watched.known(step, number) for number in sorted(step.microbatches)}
+        self._is_first = None in self._known.values()
+        named = {path for paths in self._known.values() for path in paths or ()}
+        paths = [path for path in watched.modules if self._is_first or path in named]
         self._held = {path: attributes_of(watched.modules[path]) for path in paths}
         self._here = {path for path in paths if watched.is_here(path)}
         told = paths if self._is_first else ()  # numbers may be on a device, for which the host waits
@@ -176,45 +193,86 @@ class _Step(AroundStep):
         for one in others:  # which computed with stand-ins
             one.restore()
         for path in own:
-            self._held[path].mark()
+            if len(self._known) == 1:
+                self._held[path].mark()
             if self._is_first:
                 self._numbers[path].append(_numbers(self._watched.modules[path]))
 
     def end(self) -> None:
-        """Join what microbatches have left, and share it."""
-        self._tell_of_late()
-        numbers = sorted(self._step.microbatches)
-        if len(numbers) == 1 and self._is_apart and not self._step.fails:
-            sizes = Sizes.of(self._step.microbatches[numbers[0]])
-            if len(sizes) > 1:
-                for path in sorted(self._here):
-                    self._held[path].join(sizes)
-        changes = {path: self._held[path].changes(path) for path in sorted(self._here)}
+        """Join what microbatches have left, and share it; nothing of a step that fails on a rank."""
+        failed = [
+            bool(self._step.forgives) and paths != [] and self._watched.fails(number, self._step.fails)
+            for number, paths in self._known.items()
+        ]
+        try:
+            if any(failed):
+                for one in self._held.values():
+                    one.restore()
+            else:
+                self._tell_of_late()
+                self._join()
+            self._share([number for number, fails in zip(self._known, failed, strict=True) if not fails], any(failed))
+        finally:  # the engine keeps a step until the next one
+            self._held.clear()
+            self._numbers.clear()
+
+    def _join(self) -> None:
+        if len(self._known) == 1 and self._is_apart:
+            (samples,) = self._step.microbatches.values()
+            sizes = Sizes.of(samples)
+            for path in sorted(self._here) if len(sizes) > 1 else ():
+                self._held[path].join(sizes)
+
+    def _share(self, numbers: Sequence[int], fails: bool) -> None:
+        """Send what has changed to the ranks of the replicas `numbers`, and receive what others send."""
+        has_edges = bool(self._watched.plan.topology.edges)  # else each rank has all modules
+        changes: dict[str, list[Any] | None] = {}
+        if not fails and (has_edges or self._is_first):
+            changes = {path: self._held[path].changes(path) for path in sorted(self._here)}
         changed = [path for path, change in changes.items() if change is not None]
-        paths = self._watched.agree(self._step, changed) if self._is_first else [*self._held]
-        if self._is_first:
+        if self._is_first and not fails:
             self._tell(changed)
-        for path in self._held.keys() - self._here:
+        elsewhere = self._held.keys() - self._here
+        own = {path: dict(vars(self._watched.modules[path])) for path in elsewhere & self._watched.runs}
+        for path in elsewhere:
             self._held[path].restore()
-        for number in numbers if self._watched.plan.topology.edges else ():  # else each rank has all modules
-            for src in sorted({self._watched.source(path, number) for path in paths}):
-                own = [path for path in paths if self._watched.source(path, number) == src]
-                rows = [[path, self._sent(path, changes.get(path))] for path in own]
+        sent: dict[str, set[str]] = {path: set() for path in own}
+        for number in numbers:
+            known = self._known[number]
+            paths = self._watched.agree(self._step, number, changed) if known is None else known
+            for src in sorted({self._watched.source(path, number) for path in paths if has_edges}):
+                own_paths = [path for path in paths if src == self._watched.rank == self._watched.source(path, number)]
+                rows = [[path, self._sent(path, changes.get(path))] for path in own_paths]
                 for path, change in self._watched.exchange(number, src, rows):
-                    if change is not None and path not in self._here:
+                    if change is not None and path in elsewhere:
+                        if path in own:
+                            change[1] = [[name, one] for name, one in change[1] if not _is_left_out(one)]
+                            sent[path] |= {name for name, _ in change[1]}
                         self._held[path].apply(change)
-        for path, change in changes.items() if not self._is_first else ():
+        for path, values in own.items():
+            self._keep_own(self._watched.modules[path], values, sent[path])
+        for path, change in changes.items() if has_edges and not self._is_first else ():
             if change is not None and change[1] and not self._watched.is_own(path):
                 self._say(_SHARED_OUT, path, change[1][0][0])
 
+    def _keep_own(self, module: nn.Module, values: Mapping[str, Any], sent: Collection[str]) -> None:
+        """Put back what the code of a module has computed on this rank, too, and its home has not sent."""
+        now = vars(module)
+        for name, value in values.items():
+            is_new = now.get(name) is not value and name not in _OF_TORCH and name not in sent
+            if is_new and not callable(value) and not any(map(is_remote, tree_leaves(value))):
+                now[name] = value
+
     def _sent(self, path: str, change: list[Any] | None) -> list[Any] | None:
+        """What crosses of a change; what cannot raises where it is read, unless code of the module itself reads it."""
         if change is None:
             return None
         is_own, found = self._watched.is_own(path), list[Any]()
         for name, one in change[1]:
-            tensors = [leaf for leaf in tree_leaves(one) if isinstance(leaf, Tensor)]
-            is_sent = is_own and sum(map(Tensor.numel, tensors)) <= _LARGE
-            found.append([name, one if is_sent else ["set", NotSent(f"{path}.{name}, which other ranks compute,")]])
+            if is_own and _crosses(one):
+                found.append([name, one])
+            elif not _reads(type(self._watched.modules[path]), name):
+                found.append([name, ["set", NotSent(f"{path}.{name}, which other ranks compute,")]])
         return [change[0], found, change[2]]
 
     def _tell_of_late(self) -> None:
@@ -240,11 +298,49 @@ class _Step(AroundStep):
 
 def _numbers(module: nn.Module) -> dict[str, float]:
     """The attributes of a module that are single numbers."""
-    return {
-        name: float(value)
-        for name, value in vars(module).items()
-        if type(value) in (int, float) or (type(value) is Tensor and value.numel() == 1 and not is_remote(value))
-    }
+    found: dict[str, float] = {}
+    for name, value in vars(module).items():
+        if type(value) is Tensor and value.numel() == 1 and not (is_remote(value) or value.is_meta):
+            value = value.item()
+        if type(value) in (int, float):
+            found[name] = float(value)
+    return found
+
+
+def _crosses(change: list[Any]) -> bool:
+    """Whether other ranks can repeat a change, which is small enough to be sent."""
+    leaves = tree_leaves(change)
+    if any(isinstance(leaf, NotSent) for leaf in leaves):
+        return False
+    sizes = [leaf.numel() if isinstance(leaf, Tensor) else getattr(leaf, "size", 1) for leaf in leaves]
+    try:
+        Packer().describe(change)
+    except (TypeError, ValueError):
+        return False
+    return sum(sizes) <= _LARGE
+
+
+def _is_left_out(change: list[Any]) -> bool:
+    return change[0] == "set" and isinstance(change[1], NotSent)
+
+
+@functools.cache
+def _read_names(cls: type) -> frozenset[str] | None:
+    """The attributes that methods of a class read; None where one has no source."""
+    found = set[str]()
+    for owner in cls.__mro__:
+        for _, function in own_functions(owner) if owner.__module__.partition(".")[0] != "torch" else ():
+            tree = tree_of(function)
+            if tree is None:
+                return None
+            nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+            found |= {node.attr for node in nodes if isinstance(node.ctx, ast.Load)}
+    return frozenset(found)
+
+
+def _reads(cls: type, name: str) -> bool:
+    names = _read_names(cls)
+    return names is None or name in names
 
 
 def _places(module: nn.Module) -> dict[str, tuple[int, int]]:
@@ -256,18 +352,25 @@ def _places(module: nn.Module) -> dict[str, tuple[int, int]]:
     }
 
 
-def _home(path: str, plan: Plan) -> StageKey:
+def _stages_below(plan: Plan) -> dict[str, set[StageKey]]:
+    """The stages that hold a part of each module, by path."""
+    found: dict[str, set[StageKey]] = {}
+    for name, keys in plan.partition.owners.items():
+        stages = {plan.topology.stage_of[key] for key in keys}
+        while name := name.rpartition(".")[0]:
+            found.setdefault(name, set()).update(stages)
+    return found
+
+
+def _home(path: str, held: Mapping[str, Collection[StageKey]], plan: Plan) -> StageKey:
     """Return the last stage that holds a part of a module, or of the smallest one around it that has any."""
-    owners, topology = plan.partition.owners, plan.topology
-    while path:
-        begin = f"{path}."
-        found = {topology.stage_of[key] for name, keys in owners.items() if name.startswith(begin) for key in keys}
-        if found:
-            order: Mapping[str, int] = {name: index for index, name in enumerate(topology.order)}
-            last = topology.last_stage
-            return last if last in found else max(found, key=lambda key: (order[key.modality], key.number))
+    topology = plan.topology
+    while path and path not in held:
         path = path.rpartition(".")[0]
-    return topology.last_stage
+    if not path or topology.last_stage in held[path]:
+        return topology.last_stage
+    order: Mapping[str, int] = {name: index for index, name in enumerate(topology.order)}
+    return max(held[path], key=lambda key: (order[key.modality], key.number))
 
 
 FEATURE = KeptInParts

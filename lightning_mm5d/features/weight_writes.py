@@ -272,9 +272,12 @@ class _Order(TorchFunctionMode):
 
 
 def _norm(weight: Tensor) -> Tensor:
-    weight = weight.detach()
-    is_half = weight.is_floating_point() and weight.dtype.itemsize < 4
-    return torch.linalg.vector_norm(weight, dtype=torch.float32 if is_half else None)
+    """Return two numbers that tell whether values are others: the norm, and a sum that signs and places change."""
+    weight = weight.detach().flatten()
+    if weight.is_floating_point() and weight.dtype.itemsize < 4:
+        weight = weight.float()
+    places = torch.linspace(1, 2, weight.numel(), dtype=weight.dtype.to_real(), device=weight.device)
+    return torch.stack([torch.linalg.vector_norm(weight), (weight * places).sum().abs()])
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

@@ -30,7 +30,10 @@ def put(owner: object, name: str, value: Any) -> Callable[[], None]:
 
 @contextmanager
 def meanwhile(owner: object, **values: Any) -> Iterator[None]:
-    """Let attributes of `owner` have these values until the end of the context, and then those from before."""
+    """Let attributes of `owner` have these values until the end of the context, and then those from before.
+
+    Of several contexts on one attribute, the last must end first.
+    """
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)

@@ -458,15 +458,16 @@ _ABOUT_SIZES = re.compile(
 )
 
 
-def explained(error: RuntimeError, root: nn.Module, division: Division) -> ConfigError | None:
-    """Return the error for a module whose code takes full sizes, None where `error` is about something else.
+def explained(error: RuntimeError, root: nn.Module, division: Division, *, shares: bool) -> ConfigError | None:
+    """Return the error for a module whose code takes full sizes, or differentiates twice; None for other errors.
 
     Args:
         error: that a step has raised.
         root: the LightningModule.
         division: what ranks share of it.
+        shares: whether ranks share layers or sequences.
     """
-    if type(error) is RuntimeError and "@once_differentiable" in str(error):
+    if shares and type(error) is RuntimeError and "@once_differentiable" in str(error):
         rule = "It goes back through layers that ranks share, whose backward has no gradient of its own"
         fix = "Set tp_size and cp_size to 1, or leave out create_graph"
         return ConfigError("training_step", "a gradient of a gradient (create_graph=True)", rule, fix)

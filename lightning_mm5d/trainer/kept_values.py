@@ -179,7 +179,8 @@ def memory_kept(owner: Any) -> Iterator[tuple[str, Tensor]]:
                 if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f":
                     while isinstance(leaf.base, np.ndarray):  # of which the leaf is a part
                         leaf = leaf.base
-                    leaf = torch.as_tensor(leaf) if leaf.flags.writeable else None
+                    is_memory = leaf.flags.writeable and leaf.dtype.kind == "f" and leaf.dtype.itemsize <= 8
+                    leaf = torch.as_tensor(leaf) if is_memory else None
                 if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
                     yield f"{path}.{key}".lstrip("."), leaf
 

@@ -307,12 +307,16 @@ class _Earlier(dict[str, Any]):
 
     def __init__(self, metrics: dict[str, Any], shown: str, names: tuple[str, ...]) -> None:
         super().__init__(metrics)
-        self._shown, self._names = shown, names
+        self._metrics, self._shown, self._names = metrics, shown, names
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._metrics[key] = value
 
     def check(self, key: Any = None) -> None:
         """Refuse a read of `key`, or of all."""
-        begins = tuple(f"{name}{end}" for name in self._names for end in ("_step", "_epoch", "/dataloader_idx_"))
-        if key is None or key in self._names or str(key).startswith(begins):
+        now = {f"{name}{end}" for name in self._names for end in ("", "_step")}
+        if key is None or str(key).partition("/dataloader_idx_")[0] in now:
             got = f"a read of {self._names[0] if key is None else key!r} in the step that has just logged it"
             rule = "Its value for the whole batch is known when all microbatches and stages have run"
             fix = "Use the value that the step logs, or read it in on_train_batch_end or on_validation_batch_end"
@@ -323,7 +327,7 @@ def _checked(name: str) -> Callable[..., Any]:
     read = getattr(dict, name)
 
     def checked(metrics: _Earlier, *args: Any) -> Any:
-        metrics.check(*args[: name not in ("__eq__", "__or__")])
+        metrics.check(None if name in ("__eq__", "__or__") or not args else args[0])
         return read(metrics, *args)
 
     return checked

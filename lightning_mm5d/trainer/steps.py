@@ -439,7 +439,8 @@ class Steps:
             try:
                 self._engine.execute(step, trainable, ending)
             except RuntimeError as error:
-                if (found := explained(error, self._module, self._plan.division)) is not None:
+                shares = any(axes.tp * axes.cp > 1 for axes in self._plan.layout.axes.values())
+                if (found := explained(error, self._module, self._plan.division, shares=shares)) is not None:
                     raise found from error
                 raise
         step.write_back()

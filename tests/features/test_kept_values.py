@@ -15,7 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from features.toys import LANGUAGE, PAIR, TWINS, VISION, Layout, Outcome, Run, Toy, assert_same, figures, outcomes
+from features.toys import (
+    LANGUAGE,
+    PAIR,
+    PIPE,
+    TWINS,
+    VISION,
+    Decoder,
+    Layout,
+    Outcome,
+    Run,
+    Toy,
+    assert_same,
+    figures,
+    outcomes,
+    weights,
+)
 from lightning_mm5d import Modality
 from lightning_mm5d.trainer.kept_values import KeptValues
 
@@ -227,6 +242,63 @@ def test_a_list_that_may_tell_of_no_sample_and_what_inner_modules_count_is_told_
         assert_same(kept, [*outcome.one[1:]])
         assert len(told) == ends_here
         assert all("'shape'" in one and "keep a tuple" in one for one in told)
+
+
+class CachingDecoder(Decoder):
+    """Keeps what its own code reads again, what only hooks read, and what some data alone leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Any = None
+        self.tables: dict[Any, Tensor] = {}
+        self.seen: set[Any] = set()
+        self.last_features: Any = None
+        self.last_logits: Any = None
+        self.rare: Any = None
+
+    def forward(self, tokens: Tensor, features: Tensor) -> Tensor:
+        if self.mask is None or self.mask.size(0) < tokens.size(1):
+            self.mask = torch.full((600, 600), 0.5, dtype=torch.float64)  # too large to be sent
+        key = tokens.size(1), tokens.device  # no key that crosses
+        if key not in self.tables:
+            self.tables[key] = self.mask[: tokens.size(1), :1]
+        self.seen.add(key)
+        if bool((tokens[:, 0] > 12).any()):
+            self.rare = tokens[:, :1].double()
+        self.last_features = features.detach()
+        hidden = self.embedding(tokens) * self.tables[key] + features.unsqueeze(1)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        self.last_logits = self.head(self.norm(hidden).mean(dim=1)).detach() + 0  # which the loss does not need
+        return self.head(self.norm(hidden).mean(dim=1))
+
+
+class Caching(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.decoder = CachingDecoder().double()
+        self.read: list[Any] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.read.append(self.decoder.last_logits.clone())
+
+
+def caching(run: Run) -> Any:
+    module, trainer = Caching(), run.trainer(max_epochs=2)
+    trainer.fit(module, run.training(40), run.loader(16))
+    return weights(module), module.read
+
+
+@pytest.mark.parametrize("name", ["pair", "pipe", "twins", "four"])
+def test_modules_that_keep_caches_of_their_own_train_as_on_one_process(name: str) -> None:
+    layout = {**LAYOUTS, "pipe": PIPE}[name]
+    outcome = outcomes(layout, caching)["caching"]
+    expected, read = outcome.one
+    assert_same(outcome.ranks[0][0], expected, 1e-9)
+    for _, got in outcome.ranks if layout.replicas == 1 else ():
+        assert_same(got, read)
 
 
 def test_what_a_step_changes_in_place_is_there_once_it_is_put_back_and_made_again() -> None:

@@ -29,7 +29,7 @@ from features.toys import CLASSES, PAIR, PIPE, SHARED, Layout, Run, Toy, alone, 
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.context_parallel.exchange.ulysses import Places
 from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward
-from lightning_mm5d.context_parallel.masks.mask import Mask
+from lightning_mm5d.context_parallel.masks.mask import Mask, Scoring
 from lightning_mm5d.data.joining import merge
 from lightning_mm5d.features.cached_features.feature import FeatureFiles
 from lightning_mm5d.features.sharded_checkpoints.own_shards import Item, PieceCopies
@@ -339,8 +339,8 @@ def waited(rank: int) -> dict[str, int]:
     tiles = mask.tiles(torch.arange(200), torch.arange(200))
 
     def attends() -> None:
-        out, lse = attend(q, q, q, tiles, scale=1.0)
-        attend_backward(out, q, q, q, out, lse, tiles, scale=1.0)
+        out, lse = attend(q, q, q, tiles, Scoring(1.0))
+        attend_backward(out, q, q, q, out, lse, tiles, Scoring(1.0))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_mm5d.context_parallel.masks.mask.KEPT", 0)

@@ -49,7 +49,7 @@ def _error(use: str) -> ConfigError | None:
     model = Model(use)
     with pytest.raises(RuntimeError) as caught:
         model(torch.zeros(2, 3, 8))
-    return explained(caught.value, model, DIVISION)
+    return explained(caught.value, model, DIVISION, shares=True)
 
 
 @pytest.mark.parametrize("use", ["view", "sum", "rows", "norm"])
@@ -66,4 +66,4 @@ def test_other_errors_and_those_around_such_a_module_stay_as_they_are() -> None:
     outside.layers[0] = nn.Identity()
     with pytest.raises(RuntimeError, match="invalid for input") as caught:
         outside(torch.zeros(2, 3, 8))
-    assert explained(caught.value, outside, Division(roles={"up": "row"})) is None
+    assert explained(caught.value, outside, Division(roles={"up": "row"}), shares=True) is None

@@ -35,7 +35,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -94,7 +94,7 @@ class CachedFeatures(Removable):
             if modality.memory.cache_features is None or name not in here:
                 continue
             files = FeatureFiles(modality.memory.cache_features, f"modalities.{name}.memory.cache_features")
-            self.changes.callback(files.finish)
+            self.changes.callback(files.close)
             for boundary in runtime.partition.encoders[name].boundaries:
                 found = used_fields(runtime.root, boundary.path, boundary.method)
                 runtime.wanted.setdefault(boundary.name, found)
@@ -420,6 +420,11 @@ class FeatureFiles:
                 copy.copy_(tensor.detach(), non_blocking=True)
             event = torch.cuda.current_stream(tensors[0].device).record_event()
             self._leaving[key] = description, copies, event
+
+    def close(self) -> None:
+        """Write what has left a GPU; a run that its device has failed leaves nothing to write."""
+        with suppress(RuntimeError):
+            self.finish()
 
     def finish(self, is_due: Callable[[str, Any], bool] = lambda key, event: True) -> None:
         """Write what has left a GPU, as far as `is_due` says so of a key and the event at the end of its copies."""

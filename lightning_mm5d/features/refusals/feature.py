@@ -397,10 +397,12 @@ def _check_synced_norms(module: nn.Module, plan: Plan) -> None:
 
 
 def _check_renormed(module: nn.Module, plan: Plan) -> None:
-    """Refuse trained embeddings that change the rows that a batch reads, where replicas read unlike rows."""
+    """Refuse trained embeddings that change the rows that a batch reads, where ranks with copies read unlike rows."""
     tables = {name: one for name, one in module.named_modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag))}
-    for name, one in tables.items() if plan.layout.num_replicas > 1 else ():
-        if one.max_norm is not None and one.weight.requires_grad:
+    for name, one in tables.items():
+        stages = {plan.topology.stage_of[key] for key in plan.partition.owners.get(f"{name}.weight", ())}
+        copies = [len(plan.topology.instances(key)) * plan.layout.axes[key.modality].cp for key in stages]
+        if one.max_norm is not None and one.weight.requires_grad and max(copies, default=1) > 1:
             rule = "A replica renormalises the rows that it reads alone, so that weights of replicas drift apart"
             fix = "Leave it out and call embedding.weight.renorm_(2, 0, max_norm) under no_grad in a hook"
             raise ConfigError(f"{name}.max_norm", one.max_norm, rule, fix)

@@ -112,6 +112,7 @@ def measure(
     with watched(module, found.encoders, found.parts, clock.time), warnings.catch_warnings(), ExitStack() as stack:
         for parameter in module.parameters():
             stack.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
         warnings.simplefilter("ignore")  # `self.log` warns without a trainer
         for _ in range(_WARMUP + _RUNS):
             clock.spent = {}
