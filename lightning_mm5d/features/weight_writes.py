@@ -272,12 +272,14 @@ class _Order(TorchFunctionMode):
 
 
 def _norm(weight: Tensor) -> Tensor:
-    """Return two numbers that tell whether values are others: the norm, and a sum that signs and places change."""
+    """Return numbers that tell whether values are others: the norm, and a sum that signs and places change."""
     weight = weight.detach().flatten()
     if weight.is_floating_point() and weight.dtype.itemsize < 4:
         weight = weight.float()
     places = torch.linspace(1, 2, weight.numel(), dtype=weight.dtype.to_real(), device=weight.device)
-    return torch.stack([torch.linalg.vector_norm(weight), (weight * places).sum().abs()])
+    total = (weight * places).sum()
+    parts = torch.view_as_real(total) if weight.is_complex() else total.view(1)
+    return torch.cat([torch.linalg.vector_norm(weight).view(1), parts])
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 
 from features.toys import PAIR, Layout, Run, Toy, alone, assert_same, weights
 from lightning_mm5d import ConfigError, Modality
-from lightning_mm5d.features.weight_writes import Looks, written
+from lightning_mm5d.features.weight_writes import Looks, _are_equal, _norm, written
 from lightning_mm5d.sharded.data_accesses import accesses
 from lightning_mm5d.sharded.remote_value import Guard, Origin, make_placeholder
 from ranks import run_ranks
@@ -146,6 +146,14 @@ class Quantised(Toy):
 
     def on_train_epoch_end(self) -> None:
         np.mean([1.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+def test_values_are_others_where_signs_or_places_change(dtype: torch.dtype) -> None:
+    weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for other in (-weight, weight.flip(0), weight * 2):
+        assert not _are_equal(_norm(weight), _norm(other))
+    assert _are_equal(_norm(weight), _norm(weight.clone()))
 
 
 def test_tensors_show_arrays_as_before_but_for_the_time_of_a_watch() -> None:

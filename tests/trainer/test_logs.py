@@ -184,6 +184,24 @@ def test_log_is_itself_again_after_the_capture_even_after_an_error() -> None:
     assert [name for name, *_ in module.logged] == ["real"]
 
 
+def test_a_step_reads_metrics_of_earlier_batches_beside_those_that_it_has_logged() -> None:
+    module, trainer = Plain(), pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    held = trainer.callback_metrics
+    held.update({"acc": torch.tensor(1.0), "acc_epoch": torch.tensor(2.0), "acc_steps_to_goal": torch.tensor(3.0)})
+    capture = LogCapture(module)
+    with capture.capture():
+        capture.begin_microbatch(0, 1)
+        assert trainer.callback_metrics["acc"] == 1
+        module.log("acc", 1.0)
+        shown = trainer.callback_metrics
+        assert (shown["acc_epoch"], shown["acc_steps_to_goal"]) == (2, 3)
+        for read in (lambda: shown["acc"], lambda: shown.get("acc_step"), lambda: [*shown.items()]):
+            with pytest.raises(ConfigError, match="just logged it"):
+                read()
+        shown["own"] = torch.tensor(4.0)
+    assert trainer.callback_metrics["own"] == 4
+
+
 def test_a_log_patched_by_somebody_else_is_put_back() -> None:
     module = Plain()
     heard: list[str] = []
