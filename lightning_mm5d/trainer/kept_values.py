@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import numpy as np
@@ -46,6 +47,8 @@ _LEFT_ALONE = frozenset(
 _LONG = 100  # elements of longer containers are not looked into
 _DEEP = 3
 _MISSING = object()
+_ROWS: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""Attributes that have held the rows of a batch: those of a small one may be as many as a microbatch has."""
 _CONSTANT = (
     "the step put {got!r} into {name!r} for each microbatch, as many entries as there are samples, so it holds "
     "those of the batch: {joined!r}. If this is no list of samples, keep a tuple"
@@ -236,8 +239,10 @@ class _Object:
                     row.put_in_order(samples)
                 continue
             held = before.values if isinstance(before, _Row) else self._values.get(name)
-            if (joined := _joined_rows(values, samples, held)) is not _MISSING:
+            known = _ROWS.setdefault(self.owner, set()) if isinstance(self.owner, nn.Module) else set()
+            if (joined := _joined_rows(values, samples, None if name in known else held)) is not _MISSING:
                 now[name] = joined
+                known.add(name)
                 if len(values) > 1 and _may_be_constant(values):
                     warnings.warn(_CONSTANT.format(name=name, got=last, joined=joined), stacklevel=2)
             elif isinstance(last, list) and isinstance(now.get(name), list):

@@ -189,6 +189,22 @@ def plain(run: Run) -> Any:
     return told, module.rows, module.fixed
 
 
+class Again(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[Any] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.read.append([*self.rows])
+
+
+def again(run: Run) -> Any:
+    """Batches of 8, 4, 8, 4 samples in microbatches of 4, 2, 4, 2."""
+    module = Again()
+    run.trainer(max_epochs=2).fit(module, run.training(12))
+    return module.read
+
+
 class Counts(torch.nn.Module):
     """Counts its calls, and keeps something else from the second batch on."""
 
@@ -234,8 +250,11 @@ def check_inner(outcome: Outcome) -> None:
 
 
 def test_a_list_that_may_tell_of_no_sample_and_what_inner_modules_count_is_told_of() -> None:
-    found = outcomes(PAIR, plain, inner)
+    found = outcomes(PAIR, plain, inner, again)
     check_inner(found["inner"])
+    assert list(map(len, found["again"].one)) == [8, 4, 8, 4]
+    for read in found["again"].ranks:
+        assert_same(read, found["again"].one)
     outcome = found["plain"]
     assert outcome.one[0] == []
     for (told, *kept), ends_here in zip(outcome.ranks, (False, True), strict=True):
