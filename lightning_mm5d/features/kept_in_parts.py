@@ -9,11 +9,11 @@ the LightningModule. The *home* of a module is the last stage that holds any of 
 3. At the end of a first step the ranks of a replica agree which modules have changed.
 4. The first rank of each home sends what has changed to its replica, where stand-ins have left nothing.
 
-An attribute of more than `_LARGE` elements is not sent: a read of it on other ranks raises. Neither is one of a home
-that serves several replicas, or of which a replica has several, whose ranks hold what their own microbatches leave, as
-a warning tells. An attribute of a user's own class that the first step of an epoch leaves alone and
-a later one changes is told of by a warning. Not seen are attributes of metrics, and those that change in steps without
-a schedule.
+Private attributes are left alone, and those that code of libraries keeps in its modules. One of more than `_LARGE`
+elements, or that cannot be sent, is not sent, as a warning tells. Neither is one of a home that serves several
+replicas, or of which a replica has several, whose ranks hold what their own microbatches leave. An attribute of a
+user's own class that the first step of an epoch leaves alone and a later one changes is told of by a warning. Not seen
+are attributes of metrics, and those that change in steps without a schedule.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import functools
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +60,10 @@ _LATE = (
 _SHARED_OUT = (
     "{step}: {name!r} of {path!r} is written by several ranks, which share out its microbatches, so that hooks on each "
     "find there what its own ones left. Return it from the step, or give the module as many replicas as the step has."
+)
+_NOT_SENT = (
+    "{step}: {name!r} of {path!r} is too large to be sent to other ranks, or holds what cannot be sent: hooks on these "
+    "find there what it was. Return it from the step, or keep less of it."
 )
 _OF_TORCH = frozenset(vars(nn.Module()))
 
@@ -169,7 +174,7 @@ class _Step(AroundStep):
         self._is_first = None in self._known.values()
         named = {path for paths in self._known.values() for path in paths or ()}
         paths = [path for path in watched.modules if self._is_first or path in named]
-        self._held = {path: attributes_of(watched.modules[path]) for path in paths}
+        self._held = {path: _attributes(watched.modules[path]) for path in paths}
         self._here = {path for path in paths if watched.is_here(path)}
         told = paths if self._is_first else ()  # numbers may be on a device, for which the host waits
         self._numbers: dict[str, list[dict[str, float]]] = {path: [_numbers(watched.modules[path])] for path in told}
@@ -187,7 +192,7 @@ class _Step(AroundStep):
         self._entered += 1
         self._is_apart &= self._entered == 1  # side by side, microbatches write over each other
         own = {path for path in self._here if self._watched.homes[path] == stage}
-        others = [attributes_of(self._watched.modules[path]) for path in self._here - own]
+        others = [_attributes(self._watched.modules[path]) for path in self._here - own]
         yield
         self._entered -= 1
         for one in others:  # which computed with stand-ins
@@ -246,7 +251,6 @@ class _Step(AroundStep):
                 for path, change in self._watched.exchange(number, src, rows):
                     if change is not None and path in elsewhere:
                         if path in own:
-                            change[1] = [[name, one] for name, one in change[1] if not _is_left_out(one)]
                             sent[path] |= {name for name, _ in change[1]}
                         self._held[path].apply(change)
         for path, values in own.items():
@@ -264,15 +268,15 @@ class _Step(AroundStep):
                 now[name] = value
 
     def _sent(self, path: str, change: list[Any] | None) -> list[Any] | None:
-        """What crosses of a change; what cannot raises where it is read, unless code of the module itself reads it."""
+        """What crosses of a change; a warning tells of what does not, unless code of the module itself reads it."""
         if change is None:
             return None
         is_own, found = self._watched.is_own(path), list[Any]()
         for name, one in change[1]:
             if is_own and _crosses(one):
                 found.append([name, one])
-            elif not _reads(type(self._watched.modules[path]), name):
-                found.append([name, ["set", NotSent(f"{path}.{name}, which other ranks compute,")]])
+            elif is_own and not _is_read(type(self._watched.modules[path]), name):
+                self._say(_NOT_SENT, path, name)
         return [change[0], found, change[2]]
 
     def _tell_of_late(self) -> None:
@@ -294,6 +298,10 @@ class _Step(AroundStep):
             if names and self._watched.source(path, min(self._step.microbatches)) == self._watched.rank:
                 said = _REPEATED.format(step=self._step.name, what=min(names), path=path, count=len(left))
                 warnings.warn(said, stacklevel=2)
+
+
+def _attributes(module: nn.Module) -> Any:
+    return attributes_of(module, partial(_is_for_hooks, module))
 
 
 def _numbers(module: nn.Module) -> dict[str, float]:
@@ -320,27 +328,33 @@ def _crosses(change: list[Any]) -> bool:
     return sum(sizes) <= _LARGE
 
 
-def _is_left_out(change: list[Any]) -> bool:
-    return change[0] == "set" and isinstance(change[1], NotSent)
-
-
 @functools.cache
-def _read_names(cls: type) -> frozenset[str] | None:
-    """The attributes that methods of a class read; None where one has no source."""
-    found = set[str]()
+def _named(cls: Any) -> tuple[frozenset[str], frozenset[str]] | None:
+    """The attributes that methods of a class name, and of these those that it reads; None where one has no source."""
+    named, read = set[str](), set[str]()
     for owner in cls.__mro__:
         for _, function in own_functions(owner) if owner.__module__.partition(".")[0] != "torch" else ():
             tree = tree_of(function)
             if tree is None:
                 return None
-            nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-            found |= {node.attr for node in nodes if isinstance(node.ctx, ast.Load)}
-    return frozenset(found)
+            nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+            named |= {node.attr for node in nodes}
+            read |= {node.attr for node in nodes if isinstance(node.ctx, ast.Load)}
+    return frozenset(named), frozenset(read)
 
 
-def _reads(cls: type, name: str) -> bool:
-    names = _read_names(cls)
-    return names is None or name in names
+def _is_read(cls: type, name: str) -> bool:
+    found = _named(cls)
+    return found is None or name in found[1]
+
+
+def _is_for_hooks(module: nn.Module, name: str) -> bool:
+    """Whether hooks may look for an attribute: no private one, nor one that code of a library keeps for itself."""
+    if name.startswith("_") or is_own(module):
+        return not name.startswith("_")
+    cls: Any = type(module)
+    found = _named(cls)
+    return found is not None and name not in found[0]
 
 
 def _places(module: nn.Module) -> dict[str, tuple[int, int]]:

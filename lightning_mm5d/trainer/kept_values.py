@@ -165,9 +165,14 @@ def _set_generator_state(generator: Any, state: Any) -> None:
         generator.setstate(state)
 
 
-def attributes_of(module: nn.Module) -> _Object:
-    """The attributes of a module, without its parameters, buffers and submodules, and what Lightning keeps there."""
-    return _Object(module, 0, lambda name, value: name not in _OF_LIGHTNING and not callable(value))
+def attributes_of(module: nn.Module, counts: Callable[[str], bool] = lambda _: True) -> _Object:
+    """The attributes of a module, without its parameters, buffers and submodules, and what Lightning keeps there.
+
+    Args:
+        module: whose they are.
+        counts: whether one of a name is looked at.
+    """
+    return _Object(module, 0, lambda name, value: name not in _OF_LIGHTNING and not callable(value) and counts(name))
 
 
 def memory_kept(owner: Any) -> Iterator[tuple[str, Tensor]]:

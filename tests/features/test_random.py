@@ -20,12 +20,12 @@ class Augmented(Toy):
 
     def __init__(self) -> None:
         super().__init__(dropout=0.3)
-        # of the root, ranks of a replica would be given those of the rank where the step ends
-        self.encoder.drawn = []
+        # of an attribute of its own, ranks of a replica would be given those of the rank where the step ends
+        self.encoder._drawn = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         images = batch["images"] * (1 + 0.1 * torch.rand_like(batch["images"])) + float(np.random.rand())
-        self.encoder.drawn.append(float(images.sum()) + random.random())
+        self.encoder._drawn.append(float(images.sum()) + random.random())
         loss = self.loss({**batch, "images": images})
         self.log("draw", torch.rand(()), sync_dist=False)
         return loss + 0.01 * torch.rand(())
@@ -66,7 +66,7 @@ def train(run: Run, module: Augmented, seed: int) -> dict[str, Any]:
     trainer = run.trainer(callbacks=[watch])
     trainer.fit(module, run.training(8, batch_size=4))
     draw = float(trainer.callback_metrics["draw"])
-    return {"drawn": module.encoder.drawn, "kept": watch.kept, "draw": draw, "weights": weights(module)}
+    return {"drawn": module.encoder._drawn, "kept": watch.kept, "draw": draw, "weights": weights(module)}
 
 
 def four_times(run: Run) -> list[Any]:

@@ -39,12 +39,12 @@ class Counted(Toy):
 
     def __init__(self) -> None:
         super().__init__(dropout=0.2)
-        self.decoder.runs = Counter()  # what the LightningModule itself keeps becomes that of all ranks
+        self.decoder._runs = Counter()  # other attributes become those of all ranks
         for index, layer in enumerate(self.decoder.layers):
             layer.up.register_forward_pre_hook(partial(self._count, index))
 
     def _count(self, index: int, *_: Any) -> None:
-        self.decoder.runs[index] += 1
+        self.decoder._runs[index] += 1
 
 
 class Single(Counted):
@@ -65,7 +65,7 @@ def fit(run: Run, kind: Any, made: type[Counted] = Counted, **options: Any) -> t
     module = made()
     chosen = replace(run, layout=replace(run.layout, modalities={**run.layout.modalities, "language": language}))
     chosen.trainer(max_epochs=2, **options).fit(module, run.training())
-    return weights(module), module.decoder.runs
+    return weights(module), module.decoder._runs
 
 
 def everything(run: Run) -> Any:
