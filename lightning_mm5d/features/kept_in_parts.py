@@ -136,7 +136,7 @@ class _Watched(Attached, AroundSteps):
         instances = self.plan.topology.instances(self.homes[path])
         return instances[number * len(instances) // self.plan.layout.num_replicas][0]
 
-    def is_own(self, path: str) -> bool:
+    def has_own_homes(self, path: str) -> bool:
         """Whether each replica has a home of its own for a module."""
         return len(self.plan.topology.instances(self.homes[path])) == self.plan.layout.num_replicas
 
@@ -256,7 +256,7 @@ class _Step(AroundStep):
         for path, values in own.items():
             self._keep_own(self._watched.modules[path], values, sent[path])
         for path, change in changes.items() if has_edges and not self._is_first else ():
-            if change is not None and change[1] and not self._watched.is_own(path):
+            if change is not None and change[1] and not self._watched.has_own_homes(path):
                 self._say(_SHARED_OUT, path, change[1][0][0])
 
     def _keep_own(self, module: nn.Module, values: Mapping[str, Any], sent: Collection[str]) -> None:
@@ -271,11 +271,11 @@ class _Step(AroundStep):
         """What crosses of a change; a warning tells of what does not, unless code of the module itself reads it."""
         if change is None:
             return None
-        is_own, found = self._watched.is_own(path), list[Any]()
+        has_own, found = self._watched.has_own_homes(path), list[Any]()
         for name, one in change[1]:
-            if is_own and _crosses(one):
+            if has_own and _crosses(one):
                 found.append([name, one])
-            elif is_own and not _is_read(type(self._watched.modules[path]), name):
+            elif has_own and not _is_read(type(self._watched.modules[path]), name):
                 self._say(_NOT_SENT, path, name)
         return [change[0], found, change[2]]
 
@@ -350,8 +350,10 @@ def _is_read(cls: type, name: str) -> bool:
 
 def _is_for_hooks(module: nn.Module, name: str) -> bool:
     """Whether hooks may look for an attribute: no private one, nor one that code of a library keeps for itself."""
-    if name.startswith("_") or is_own(module):
-        return not name.startswith("_")
+    if name.startswith("_"):
+        return False
+    if is_own(module):
+        return True
     cls: Any = type(module)
     found = _named(cls)
     return found is not None and name not in found[0]

@@ -124,10 +124,10 @@ def test_replicas_with_shared_ranks_equal_one_process(which: str) -> None:
 
 @pytest.mark.usefixtures("float64")
 def test_what_the_planner_proposes_equals_one_process() -> None:
-    """Of the proposals, the first in which the vision encoder shares ranks with the language model."""
+    """The vision encoder shares the language model's first rank, at least."""
     name = "handwritten_two"
-    one = searching(name, 3, samples=MICROBATCHES)
+    one = searching(name, 3, samples=MICROBATCHES, flops=1e12)  # so that products take most of the time
     sizes = next(each for each in one._choices() if each.modalities["language"].dp_size == 1 == each.samples)
-    placed = (each for _, each in one._placed(sizes))
-    proposed = next(each for each in placed if each.modalities["vision"].colocate_with in ("language", "language.0"))
+    _, proposed = next(one._placed(sizes))
+    assert proposed.modalities["vision"].colocate_with in ("language", "language.0")
     check(name, (dict(proposed.modalities), 3))
