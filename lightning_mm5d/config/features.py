@@ -75,6 +75,7 @@ FEATURES = (
     Registered("full_views"),
     Registered("refusals"),
     Registered("interleaving", modality={"interleaved_microbatches": 1}),
+    Registered("joined_calls", modality={"microbatches_per_call": 1}),
     Registered("offload", modality={"offload": None}),
     Registered("grids", modality={"tp_mode": "1d", "tp_depth": 1}),
     Registered("shared_experts", modality={"ep_size": 1, "expert_tp_size": 1}),

@@ -117,6 +117,8 @@ class PipelineOptions(Shown):
         interleaved_microbatches: Microbatches that a stage computes side by side: one computes while another
             communicates with its tensor, context or expert parallel ranks. It divides `num_microbatches`, and is one
             number in all modalities where it is not 1.
+        microbatches_per_call: Microbatches that one call of an encoder computes, forward and backward, where single
+            calls are so small that most of their time is overhead. It divides `num_microbatches`.
     """
 
     pipeline_template: PipelineTemplate | None = None
@@ -124,6 +126,7 @@ class PipelineOptions(Shown):
     pipelines: list[int] | list[PipelineTemplate] | dict[str, int] | None = None
     speeds: list[float] | None = None
     interleaved_microbatches: int = 1
+    microbatches_per_call: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

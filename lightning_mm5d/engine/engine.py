@@ -359,7 +359,9 @@ class Engine:
 
     def _backward(self, action: Action, flight: Flight, arrivals: Arrivals) -> None:
         self.action = action
-        with named(action):
+        with named(action), ExitStack() as stack:
+            for one in self._around_step:
+                stack.enter_context(one.backward(flight.run, action))
             flight.backward(arrivals)
 
     def _run_backwards(self, actions: Sequence[Action], flights: _Flights, due: _Due, ending: Ending | None) -> None:

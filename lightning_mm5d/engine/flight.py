@@ -159,6 +159,10 @@ class AroundStep:
         """Return what is entered around the user's step in a forward."""
         return nullcontext()
 
+    def backward(self, run: Run, action: Action) -> AbstractContextManager[Any]:
+        """Return what is entered around a backward that computes input gradients."""
+        return nullcontext()
+
     def ran(self, made: Forward, passed: Sequence[Tensor]) -> None:
         """A forward has run and passed on its results, in which are the tensors `passed`."""
 

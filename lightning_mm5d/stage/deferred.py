@@ -89,6 +89,12 @@ class Deferred:
         """
         self._due.setdefault(id(weight), (weight, []))[1].append(_Term(left, right, place))
 
+    def take(self, other: Deferred) -> None:
+        """Take over what is still to be computed of `other`."""
+        for weight, terms in other._due.values():
+            self._due.setdefault(id(weight), (weight, []))[1].extend(terms)
+        other._due.clear()
+
     def keep(self, pack: Callable[[Tensor], Callable[[], Tensor]]) -> None:
         """Hold what `pack` returns for each tensor, which gives the tensor when it is called, instead of the tensor."""
         for _, terms in self._due.values():

@@ -200,7 +200,7 @@ def _chunks_missing(job: Job, chosen: Outcome) -> list[str]:
 
 
 _COVERED: dict[str, Any] = dict(cp_size=(1,), tp_mode=("1d",), sequence_parallel=(False, True), ep_size=(1,))
-_COVERED |= dict(interleaved_microbatches=(1,), compile=(False,))
+_COVERED |= dict(interleaved_microbatches=(1,), microbatches_per_call=(1,), compile=(False,))
 _COVERED |= dict.fromkeys(("pipelines", "offload", "cache_features", "communication_dtype"), (None,))
 """values of fields of a modality that have been compared with runs"""
 

@@ -1,0 +1,694 @@
+"""One call of an encoder for several microbatches: ``Modality.pipeline.microbatches_per_call``.
+
+Small calls are mostly overhead. So the forwards of a stage are taken in groups of that many, in the order of the
+schedule. The first of a group finds the inputs of the others: it runs their steps up to the encoder's call, and keeps
+nothing else of these runs. Its own call then computes on all inputs. The calls of the others return their own rows.
+Their backwards end at these rows, and the last one of the group goes on through the encoder for all of them.
+No message changes its place: an encoder of one stage that nothing feeds needs nothing from other ranks.
+
+An *item* is one image, frame or sound: a row along dim 0 of the first tensor among a call's arguments, an entry of a
+list of tensors, or the rows of packed patches that a table of sizes says. Calls are joined where their arguments differ
+in nothing but the number of items, and where the first joined call of their form gives each microbatch what a call of
+its own does. Other calls are made one by one, with a warning that says why: what writes to buffers or attributes, whose
+inputs need gradients, the second call of a step. What a call draws, as for dropout, it draws once for the group, from
+the random state of the first microbatch.
+
+It refuses encoders in several stages or after other ones, ranks that share sequences or experts, batch norms in
+training mode, and steps that write to their batch.
+
+Shapes: N items, P rows of packed inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import wraps
+from itertools import accumulate, pairwise
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_mm5d.config.errors import ConfigError, nearest, one_of
+from lightning_mm5d.data.microbatch import leaves
+from lightning_mm5d.data.random_state import all_states, kept_random_state, pack_states, seed_all, seed_of
+from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
+from lightning_mm5d.partition.compiled import IN_PLACE, is_compiled_in_place
+from lightning_mm5d.partition.parts import has_module, is_metric
+from lightning_mm5d.partition.step_uses import Boundary
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.schedule import Action, Kind
+from lightning_mm5d.sharded.collectives import warn_on_first_rank
+from lightning_mm5d.sharded.remote_value import is_remote
+from lightning_mm5d.sharded.removable import Removable, meanwhile
+from lightning_mm5d.sharded.tensor import Sharded
+from lightning_mm5d.sharded.torch_internals import version_of
+from lightning_mm5d.source.order import used_fields
+from lightning_mm5d.stage import Deferred, Run, Runtime
+from lightning_mm5d.stage.payload import tensors_in, unsharded
+from lightning_mm5d.stage.taps import mark_dependent
+from lightning_mm5d.stage.view import Stop
+from lightning_mm5d.stage.written import attributes, written
+from lightning_mm5d.trainer.feature import Attached, Feature, Running
+
+Compute = Callable[..., Any]
+Place = tuple[Any, ...]
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+class _Reached(Stop):
+    """Ends a run that looks for the inputs of an encoder; holds what it came to."""
+
+    def __init__(self, name: str = "", call: _Call | None = None) -> None:
+        self.name, self.call = name, call
+
+
+class _ApartError(Exception):
+    """A call is not joined with others; its text says why."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of a call.
+
+    Attributes:
+        values: by name, or by place among the arguments without one.
+        form: equal for calls that may be joined.
+        items: N.
+        rows: P; None without a table of sizes.
+    """
+
+    values: Mapping[Any, Any]
+    form: Hashable
+    items: int
+    rows: int | None
+
+    @classmethod
+    def of(cls, args: tuple, kwargs: Mapping[str, Any]) -> _Call:
+        """Describe a call; raise _ApartError where it cannot be joined with any."""
+        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        form = tuple((key, _form(key, value)) for key, value in values.items())
+        given = [value for value in values.values() if isinstance(value, (Tensor, list))]
+        if not given:
+            raise _ApartError("none of its arguments is a tensor")
+        for table in given:
+            is_table = isinstance(table, Tensor) and table.dim() == 2 and table.shape[1] in (2, 3)
+            if isinstance(table, Tensor) and is_table and table.dtype in (torch.int64, torch.int32):
+                rows = sum(map(math.prod, table.tolist()))
+                if any(isinstance(one, Tensor) and one is not table and len(one) == rows for one in given):
+                    return cls(values, form, len(table), rows)
+        return cls(values, form, len(given[0]), None)
+
+    def length(self, unit: str) -> int:
+        """N or P."""
+        return self.items if unit == "items" or self.rows is None else self.rows
+
+
+def _form(key: Any, value: Any) -> Hashable:
+    """What an argument of calls that may be joined has in common."""
+    if isinstance(value, Tensor) and value.dim() and not is_remote(value) and not isinstance(value, Sharded):
+        if value.requires_grad:
+            raise _ApartError(f"its argument {key!r} needs a gradient")
+        return value.dtype, value.device, *value.shape[1:]
+    if isinstance(value, list) and value and all(isinstance(one, Tensor) for one in value):
+        if any(one.requires_grad or is_remote(one) for one in value):
+            raise _ApartError(f"its argument {key!r} needs a gradient")
+        return "list", *{(one.dtype, one.device, one.dim()) for one in value}
+    if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(one, _PLAIN) for one in value)):
+        return value
+    raise _ApartError(f"its argument {key!r} is {type(value).__name__}, of which no rows are known")
+
+
+def _joined(calls: Sequence[_Call]) -> tuple[tuple, dict[str, Any]]:
+    """Return the arguments of one call for all; raise _ApartError where they do not join."""
+    found: dict[Any, Any] = {}
+    for key, first in calls[0].values.items():
+        column = [call.values[key] for call in calls]
+        if isinstance(first, list):
+            found[key] = [one for own in column for one in own]
+        elif not isinstance(first, Tensor):
+            found[key] = first
+        elif any(all(len(x) == call.length(unit) for x, call in zip(column, calls, strict=True)) for unit in _UNITS):
+            found[key] = torch.cat(column)
+        elif all(_is_same(one, first) for one in column):
+            found[key] = first
+        else:
+            raise _ApartError(f"its argument {key!r} has neither a row for each item nor equal values in all calls")
+    places = [key for key in found if isinstance(key, int)]
+    return tuple(found[key] for key in places), {key: value for key, value in found.items() if key not in places}
+
+
+_UNITS = ("items", "rows")
+
+
+@dataclass
+class _Shape:
+    """How results of one form divide.
+
+    Attributes:
+        units: what the rows of each tensor follow, as far as calls have told.
+        lists: places of lists with an entry for each item.
+    """
+
+    units: dict[Place, set[str]]
+    lists: frozenset[Place]
+
+    def part(self, tree: Any, calls: Sequence[_Call], number: int, take: Callable[..., Any], place: Place = ()) -> Any:
+        """Return what a joined result has for one of `calls`; `take` cuts a tensor between the ends of all of them."""
+        if isinstance(tree, Tensor):
+            found = {tuple(_ends(tree, calls, unit)) for unit in self.units.get(place, ())}
+            if len(found) != 1:
+                raise _ApartError("its rows do not follow the items")
+            return take(tree, found.pop(), number)
+        if place in self.lists:
+            ends = [0, *accumulate(call.items for call in calls)]
+            own = tree[ends[number] : ends[number + 1]]
+            return type(tree)(take(one, (0, len(one)), 0) for one in own)
+        if isinstance(tree, Mapping):
+            return type(tree)(**{k: self.part(v, calls, number, take, (*place, k)) for k, v in tree.items()})
+        if isinstance(tree, (list, tuple)):
+            entries = [self.part(one, calls, number, take, (*place, at)) for at, one in enumerate(tree)]
+            return type(tree)(*entries) if hasattr(tree, "_fields") else type(tree)(entries)
+        return tree
+
+
+def _ends(tensor: Tensor, calls: Sequence[_Call], unit: str) -> Iterator[int]:
+    """Yield where the rows of each call begin, and where the last end."""
+    lengths = [call.length(unit) for call in calls]
+    total, count = sum(lengths), len(tensor) if tensor.dim() else 0
+    if not total or any(length * count % total for length in lengths):
+        raise _ApartError("its rows do not follow the items")
+    yield from accumulate((length * count // total for length in lengths), initial=0)
+
+
+def _learned(joint: Any, alone: Sequence[Any], calls: Sequence[_Call]) -> _Shape:
+    """Return how a joined result divides, given what each call returns alone; raise _ApartError where it does not."""
+    units: dict[Place, set[str]] = {}
+    lists = set[Place]()
+
+    def walk(tree: Any, own: Sequence[Any], place: Place) -> None:
+        if any(type(one) is not type(tree) for one in own):
+            raise _ApartError("its results are of unlike types")
+        if isinstance(tree, Tensor):
+            fits = set[str]()
+            for unit in _UNITS if calls[0].rows is not None else _UNITS[:1]:
+                try:
+                    ends = list(_ends(tree, calls, unit))
+                except _ApartError:
+                    continue
+                pieces = [tree[start:end] for start, end in pairwise(ends)]
+                if all(_is_close(one, piece) for one, piece in zip(own, pieces, strict=True)):
+                    fits.add(unit)
+            if not fits:
+                raise _ApartError(
+                    "it gives something else for several microbatches together than for each alone: rows depend on "
+                    "each other, or are not along dim 0 of the result"
+                )
+            units[place] = fits
+        elif isinstance(tree, Mapping):
+            if any(one.keys() != tree.keys() for one in own):
+                raise _ApartError("its results have unlike fields")
+            for key, value in tree.items():
+                walk(value, [one[key] for one in own], (*place, key))
+        elif isinstance(tree, (list, tuple)):
+            if all(len(one) == len(tree) for one in own):
+                for at, value in enumerate(tree):
+                    walk(value, [one[at] for one in own], (*place, at))
+                return
+            entries = [entry for one in own for entry in one]
+            counts = [len(one) for one in own] == [call.items for call in calls]
+            if not counts or len(entries) != len(tree) or hasattr(tree, "_fields"):
+                raise _ApartError("it returns a list without an entry for each item")
+            if not all(isinstance(x, Tensor) and _is_close(y, x) for x, y in zip(tree, entries, strict=True)):
+                raise _ApartError("it gives something else for several microbatches together than for each alone")
+            lists.add(place)
+        elif not isinstance(tree, _PLAIN) or any(one != tree for one in own):
+            raise _ApartError(f"it returns {type(tree).__name__} beside tensors")
+
+    walk(joint, alone, ())
+    return _Shape(units, frozenset(lists))
+
+
+def _is_close(one: Any, other: Tensor) -> bool:
+    """Whether two results are equal but for rounding."""
+    if not isinstance(one, Tensor) or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point() or not one.numel():
+        return torch.equal(one, other)
+    off = torch.finfo(one.dtype).eps ** 0.5
+    one, other = one.double(), other.double()
+    return bool((one - other).abs().max() <= off * other.abs().max())
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether arguments are equal; no values are read where they are views of the same memory."""
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(_is_same, one, other))
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return bool(one == other)
+    if one.shape != other.shape:
+        return False
+    return (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride()) or torch.equal(one, other)
+
+
+@dataclass
+class _Source:
+    """A tensor of a joined result, whose rows are leaves of the graphs of microbatches."""
+
+    tensor: Tensor
+    ends: Sequence[int]
+    leaves: dict[int, Tensor] = field(default_factory=dict)
+
+    def gradient(self) -> Tensor | None:
+        """Return the gradient of all rows, zero where none came; None where none came at all."""
+        if all(leaf.grad is None for leaf in self.leaves.values()):
+            return None
+        parts = list[Tensor]()
+        for number, (start, end) in enumerate(pairwise(self.ends)):
+            leaf = self.leaves.get(number)
+            own = None if leaf is None else leaf.grad
+            parts.append(self.tensor.new_zeros((end - start, *self.tensor.shape[1:])) if own is None else own)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _Joint:
+    """A joined call, from its forward to its backward."""
+
+    def __init__(self, members: Sequence[int], calls: Sequence[_Call], result: Any, shape: _Shape) -> None:
+        self.members, self.calls, self._result, self._shape = members, calls, result, shape
+        self.deferred: Deferred | None = None
+        self.sources: dict[int, _Source] = {}
+
+    def rows(self, member: int) -> Any:
+        """Return the result of one microbatch."""
+        return self._shape.part(self._result, self.calls, self.members.index(member), self._taken)
+
+    def _taken(self, tensor: Tensor, ends: Sequence[int], number: int) -> Tensor:
+        rows = tensor[ends[number] : ends[number + 1]]
+        if tensor.requires_grad:
+            rows = rows.detach().requires_grad_()
+            source = self.sources.setdefault(id(tensor), _Source(tensor, ends))
+            source.leaves[number] = rows
+        own = rows.clone()  # a step may write to it
+        mark_dependent(own)
+        return own
+
+    def backward(self, run: Run) -> None:
+        """Go on through the encoder, in the backward of the last microbatch."""
+        found = [(get_gradient_edge(one.tensor), one.gradient()) for one in self.sources.values()]
+        self.sources, self._result = {}, None
+        edges, gradients = (
+            [edge for edge, one in found if one is not None],
+            [one for _, one in found if one is not None],
+        )
+        if edges:
+            with self.deferred or nullcontext(), meanwhile(run, deferred=self.deferred):
+                run.backward(edges, gradients)  # type: ignore[arg-type]
+        if self.deferred is not None and run.deferred is not None:
+            run.deferred.take(self.deferred)
+
+
+@dataclass
+class _Group:
+    """Neighbouring microbatches of one stage.
+
+    Attributes:
+        members: their global ids, in the order of their forwards.
+        found: the calls that were found of those that have not run, with the name of the boundary.
+        joints: joined calls that wait for their backward.
+        passed: those whose backward has run.
+    """
+
+    members: Sequence[int]
+    found: dict[int, tuple[str, _Call]] = field(default_factory=dict)
+    joints: list[_Joint] = field(default_factory=list)
+    passed: set[int] = field(default_factory=set)
+
+
+class JoinedCalls(Removable, AroundSteps, AroundStep):
+    """The encoders of one rank whose calls are joined, from the making of this object to `remove`.
+
+    Args:
+        runtime: the module and its stages.
+        sizes: microbatches of a call, by modality.
+        device: where this rank computes.
+    """
+
+    def __init__(self, runtime: Runtime, sizes: Mapping[str, int], device: torch.device) -> None:
+        self._runtime, self._device = runtime, device
+        self._sizes = {view.name: sizes[name] for view in runtime.stages for name in view.cuts if name in sizes}
+        self._shapes: dict[Hashable, _Shape | None] = {}  # by the form of calls; None where these are not joined
+        self._told = set[str]()
+        self._course: Course | None = None
+        self._groups: dict[tuple[Any, int], _Group] = {}
+        self._run: Run | None = None  # the forward that runs, or looks for inputs
+        self._looks = False
+        self._group, self._member, self._called = _Group([]), 0, set[str]()
+        here = {name for view in runtime.stages for name in view.cuts}
+        for name in sorted(here & runtime.partition.encoders.keys()):
+            for boundary in runtime.partition.encoders[name].boundaries:
+                self._patch(boundary, name, is_joined=name in sizes)
+        for name in sorted(here - runtime.partition.encoders.keys()):
+            for layer in dict.fromkeys(runtime.lists[name]):
+                self.changes.callback(layer.register_forward_pre_hook(self._look_no_further, prepend=True).remove)
+
+    def _look_no_further(self, *_: Any) -> None:
+        if self._looks:
+            raise _Reached
+
+    def _patch(self, boundary: Boundary, modality: str, *, is_joined: bool) -> None:
+        runtime, module = self._runtime, self._runtime.root.get_submodule(boundary.path)
+        method = IN_PLACE if boundary.method == "forward" and is_compiled_in_place(module) else boundary.method
+        runtime.wanted.setdefault(boundary.name, used_fields(runtime.root, boundary.path, boundary.method))
+        original = getattr(module, method)
+
+        @torch.compiler.disable
+        @wraps(original, updated=())
+        def call(*args: Any, **kwargs: Any) -> Any:
+            run = runtime.active
+            if run is None or run is not self._run or runtime.guard.is_dry or modality not in run.stage.cuts:
+                return original(*args, **kwargs)
+            if self._looks and not is_joined:
+                raise _Reached
+            return (
+                self._call(boundary.name, modality, original, args, kwargs) if is_joined else original(*args, **kwargs)
+            )
+
+        self.put_attribute(module, method, call)
+
+    # --- around a step ---
+
+    def step(self, course: Course) -> AroundStep | None:
+        """Begin a step; only training steps join calls."""
+        self._groups, self._course, self._run = {}, course, None
+        forwards: dict[Any, list[int]] = {}
+        for action in course.actions if course.step.trains else ():
+            if action.kind is Kind.F and action.stage in self._sizes:
+                forwards.setdefault(action.stage, []).append(action.microbatch)
+        for stage, members in forwards.items():
+            size = self._sizes[stage]
+            for first in range(0, len(members), size):
+                group = _Group(members[first : first + size])
+                self._groups.update({(stage, member): group for member in group.members})
+        return self if self._groups else None
+
+    @contextmanager
+    def forward(self, run: Run, action: Action) -> Iterator[None]:
+        """Look for the inputs of a group before its first forward."""
+        group = self._groups.get((action.stage, action.microbatch))
+        if group is None:
+            yield
+            return
+        if action.microbatch == group.members[0]:
+            for member in group.members[1:]:
+                self._look(run, group, member)
+        self._run, self._group, self._member, self._called = run, group, action.microbatch, set()
+        group.found.pop(action.microbatch, None)
+        try:
+            yield
+        finally:
+            self._run = None
+
+    @contextmanager
+    def backward(self, run: Run, action: Action) -> Iterator[None]:
+        """Go on through the encoder after the backward of the last microbatch of a joined call."""
+        yield
+        group = self._groups.get((action.stage, action.microbatch))
+        if group is None:
+            return
+        group.passed.add(action.microbatch)
+        for joint in [one for one in group.joints if group.passed.issuperset(one.members)]:
+            group.joints.remove(joint)
+            joint.backward(run)
+
+    def end(self) -> None:
+        """Forget the step."""
+        assert not any(group.joints and group.passed for group in self._groups.values())
+        self._groups, self._course, self._group = {}, None, _Group([])
+
+    def _look(self, run: Run, group: _Group, member: int) -> None:
+        """Run the step of a microbatch up to the encoder's call."""
+        assert self._course is not None
+        step = self._course.step
+        replica, index = divmod(member, self._course.num_microbatches)
+        part = step.microbatches[replica][index]
+        looking = self._run = Run(self._runtime, run.stage, [], step.structure(part.batch), None, trains=True)
+        tensors = [one for _, one in leaves(part.batch) if isinstance(one, Tensor)]
+        before, self._looks = [version_of(one) for one in tensors], True
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(kept_random_state(self._device))
+                if step.random_key is not None:
+                    seed_all(seed_of(*step.random_key, index, replica), self._device)
+                for context in (step.context(), step.uncounted(), looking):
+                    stack.enter_context(context)
+                step.run(part, index)
+        except _Reached as reached:
+            if reached.call is not None:
+                group.found[member] = reached.name, reached.call
+        except Exception as error:  # its own forward raises it again, or has what was not there yet
+            self._tell(f"the step does not come to its call in a first look ({error})")
+        finally:
+            self._looks, self._run = False, None
+        if [version_of(one) for one in tensors] != before:
+            rule = "The step writes to its batch before it calls the encoder, and would do so twice"
+            field = f"modalities.{run.stage.name.modality}.pipeline.microbatches_per_call"
+            raise ConfigError(field, self._sizes[run.stage.name], rule, "Write to a copy, or leave it unset")
+
+    # --- calls ---
+
+    def _call(self, name: str, modality: str, original: Compute, args: tuple, kwargs: dict[str, Any]) -> Any:
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            return unsharded(self._runtime.read_fields(name, original(*args, **kwargs)))
+
+        try:
+            own = _Call.of(args, kwargs)
+        except _ApartError as error:
+            if self._looks:
+                raise _Reached from None
+            return self._apart(f"{name} is called alone, because {error}", original, args, kwargs)
+        if self._looks:
+            raise _Reached(name, own)
+        if name in self._called:
+            return self._apart(f"only the first call of {name} in a step is joined", original, args, kwargs)
+        self._called.add(name)
+        group, member = self._group, self._member
+        joint = next((one for one in group.joints if member in one.members), None)
+        if joint is None:
+            joint = self._join(name, modality, compute, own)
+            if joint is None:
+                return original(*args, **kwargs)
+        else:
+            there = joint.calls[joint.members.index(member)]
+            same = there.form == own.form and all(map(_is_same, own.values.values(), there.values.values()))
+            if not same:
+                why = f"{name} gets other inputs than in a first look, such as random ones"
+                return self._apart(why, original, args, kwargs)
+        return joint.rows(member)
+
+    def _join(self, name: str, modality: str, compute: Compute, own: _Call) -> _Joint | None:
+        """Call an encoder for all microbatches of a group that have not run; None where it is called for one."""
+        group, run = self._group, self._run
+        assert run is not None
+        if group.found and not any(call.form == own.form for _, call in group.found.values()):
+            self._tell(f"{name} is called alone, because inputs of neighbouring microbatches have unlike shapes")
+        mates = [at for at, (other, call) in group.found.items() if other == name and call.form == own.form]
+        members, calls = [self._member, *mates], [own, *(group.found[at][1] for at in mates)]
+        form = name, own.form, own.rows is None, any(one.training for _, one in self._parts(modality))
+        if not mates or self._shapes.get(form, True) is None:
+            return None
+        try:
+            args, kwargs = _joined(calls)
+            shape = self._shapes.get(form)
+            if shape is None:
+                shape = self._shapes[form] = self._proved(modality, compute, calls)
+            before = run.deferred
+            deferred = None if before is None else Deferred()
+            with meanwhile(run, deferred=deferred):
+                result = compute(*args, **kwargs)
+            joint = _Joint(members, calls, result, shape)
+            joint.deferred = deferred
+            try:
+                for number in range(len(calls)):
+                    shape.part(result, calls, number, lambda *_: None)
+            except _ApartError:  # sizes of items tell now what rows follow
+                again = self._proved(modality, compute, calls)
+                for place, units in again.units.items():
+                    shape.units[place] = shape.units.get(place, units) & units
+                joint.rows(self._member)
+        except _ApartError as error:
+            self._shapes[form] = None
+            self._tell(f"{name} is called alone, because {error}")
+            return None
+        for mate in mates:
+            del group.found[mate]
+        group.joints.append(joint)
+        return joint
+
+    def _parts(self, modality: str) -> Iterator[tuple[str, torch.nn.Module]]:
+        for path in self._runtime.partition.encoders[modality].owns:
+            if has_module(self._runtime.root, path):
+                yield path, self._runtime.root.get_submodule(path)
+
+    def _proved(self, modality: str, compute: Compute, calls: Sequence[_Call]) -> _Shape:
+        """Compare calls alone and joined; collective over the ranks that share the encoder."""
+        modules = list(dict.fromkeys(module for _, part in self._parts(modality) for module in part.modules()))
+        caches = torch.is_autocast_cache_enabled()
+        why: str | None = None
+        with ExitStack() as stack:
+            stack.enter_context(meanwhile(self._runtime, active=None))
+            stack.enter_context(kept_random_state(self._device))
+            stack.enter_context(torch.no_grad())
+            torch.set_autocast_cache_enabled(False)  # a cast without gradients must not serve the step
+            stack.callback(torch.set_autocast_cache_enabled, caches)
+            drawn = pack_states(all_states(self._device))
+            alone = [compute(*args, **kwargs) for args, kwargs in [_joined([call]) for call in calls[:1]]]
+            if not torch.equal(drawn, pack_states(all_states(self._device))):
+                for module in modules:
+                    if module.training:
+                        stack.callback(setattr, module, "training", True)
+                        module.training = False
+                alone = []
+            before = self._state(modality)
+            for call in calls[len(alone) :]:
+                args, kwargs = _joined([call])
+                alone.append(compute(*args, **kwargs))
+            shape = _Shape({}, frozenset())
+            try:
+                if (found := self._written(modality, before)) is not None:
+                    raise _ApartError(f"it writes {found}, which would be that of several microbatches")
+                args, kwargs = _joined(calls)
+                try:
+                    joint = compute(*args, **kwargs)
+                except Exception as error:
+                    raise _ApartError(f"it does not compute several microbatches together ({error})") from error
+                shape = _learned(joint, alone, calls)
+            except _ApartError as error:
+                why = str(error)
+        group = self._runtime.sharing(modality)
+        flag = torch.tensor(float(why is not None), device=self._device)
+        if bool(flag if group is None else group.max(flag)):
+            raise _ApartError(why or "ranks that share it do not agree")
+        return shape
+
+    def _state(self, modality: str) -> tuple[dict[Any, Any], dict[str, Any]]:
+        """What an encoder's modules hold, and how often each buffer and metric has been written."""
+        held, versions = dict[Any, Any](), dict[str, Any]()
+        for path, part in self._parts(modality):
+            held |= attributes(part, path)
+            versions |= {name: (id(one), version_of(one)) for name, one in part.named_buffers(prefix=path)}
+            versions |= {name: one.update_count for name, one in part.named_modules(prefix=path) if is_metric(one)}
+        return held, versions
+
+    def _written(self, modality: str, before: tuple[dict[Any, Any], dict[str, Any]]) -> str | None:
+        """Return the name of something that was written since `before`; what transformers keeps for itself is none."""
+        held, versions = self._state(modality)
+        for name, version in versions.items():
+            if before[1].get(name) != version:
+                return name
+        for path, name, _ in written(before[0], held):
+            is_of_transformers = type(self._runtime.root.get_submodule(path)).__module__.startswith("transformers.")
+            if not (is_of_transformers and name.startswith("_")):
+                return f"{path}.{name}"
+        return None
+
+    def _apart(self, why: str, original: Compute, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self._tell(why)
+        return original(*args, **kwargs)
+
+    def _tell(self, why: str) -> None:
+        """Say once for each reason why a call is not joined."""
+        if why not in self._told:
+            self._told.add(why)
+            warn_on_first_rank(f"microbatches_per_call: {why}")
+
+
+class MicrobatchesPerCall(Feature):
+    """The field `Modality.pipeline.microbatches_per_call`."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._count, self._calls = fields.get("num_microbatches"), list[JoinedCalls]()
+
+    def check(self, module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
+        """Refuse what cannot compute several microbatches in one call."""
+        for name, modality in plan.modalities.items():
+            field, size = f"modalities.{name}.pipeline.microbatches_per_call", modality.pipeline.microbatches_per_call
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(field, size, "It must be a whole number of at least 1", "Use 1, or leave it unset")
+            if size == 1:
+                continue
+            encoder = plan.partition.encoders.get(name)
+            if encoder is None or encoder.runs_after:
+                rule = "It joins calls of an encoder that nothing feeds, and this modality is none"
+                raise ConfigError(field, size, rule, "Leave it unset here")
+            if self._count is not None and self._count % size:
+                near = nearest(size, lambda n: self._count % n == 0)
+                rule = f"It divides num_microbatches={self._count}"
+                raise ConfigError(field, size, rule, f"Use {one_of(near)}")
+            self._check_fields(field, size, name, plan)
+            for path in encoder.owns:
+                part = module.get_submodule(path) if has_module(module, path) else torch.nn.Module()
+                for where, one in part.named_modules(prefix=path):
+                    if isinstance(one, _BatchNorm) and one.training:
+                        rule = f"{where} ({type(one).__name__}) in training mode computes with all items of a call"
+                        fix = f"Call eval() on {where} in __init__ or configure_model, or leave it unset"
+                        raise ConfigError(field, size, rule, fix)
+
+    def _check_fields(self, field: str, size: int, name: str, plan: Plan) -> None:
+        """Refuse other fields of the modality, and of those that run in its stages."""
+        held = {name}
+        for members in plan.topology.members.values():
+            found = {one.modality for one in members}
+            held |= found if name in found else set()
+        for other in sorted(held):
+            modality = plan.modalities[other]
+            alone = {
+                "sharding.reshard_after_forward": (modality.sharding.reshard_after_forward, False),
+                "pipeline.interleaved_microbatches": (modality.pipeline.interleaved_microbatches, 1),
+                "memory.offload": ("activations" in modality.offloads, False),
+                "ep_size": (modality.ep_size, 1),
+            }
+            if other == name:
+                alone |= {
+                    "pp_size": (modality.num_cuts, 1),
+                    "cp_size": (modality.cp_size, 1),
+                    "tensor.tp_mode": (modality.tensor.tp_mode, "1d"),
+                    "memory.cache_features": (modality.memory.cache_features, None),
+                }
+            for path, (got, usual) in alone.items():
+                if got != usual:
+                    rule = f"With modalities.{other}.{path} each microbatch is computed by itself"
+                    raise ConfigError(field, size, rule, f"Leave it unset here, or modalities.{other}.{path}")
+
+    def needs_schedule(self, plan: Plan) -> bool:
+        """Whether any calls are joined, which a step without a schedule does not."""
+        return bool(_sizes(plan))
+
+    def cut(self, runtime: Runtime, plan: Plan, device: torch.device) -> Callable[[], None] | None:
+        """Stand before the encoders of this rank."""
+        self._calls.clear()
+        sizes = _sizes(plan)
+        if not any(name in view.cuts for view in runtime.stages for name in sizes):
+            return None
+        self._calls.append(JoinedCalls(runtime, sizes, device))
+        return self._calls[0].remove
+
+    def attach(self, running: Running) -> Attached | None:
+        """Look at the actions of steps."""
+        running.engine.around += self._calls
+        return None
+
+
+def _sizes(plan: Plan) -> dict[str, int]:
+    """The microbatches of a call, of modalities that join them."""
+    found = {name: one.pipeline.microbatches_per_call for name, one in plan.modalities.items()}
+    return {name: size for name, size in found.items() if size > 1}
+
+
+FEATURE = MicrobatchesPerCall
