@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -51,7 +51,7 @@ from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage import Deferred, Run, Runtime
-from lightning_mm5d.stage.payload import tensors_in, unsharded
+from lightning_mm5d.stage.payload import unsharded
 from lightning_mm5d.stage.taps import mark_dependent
 from lightning_mm5d.stage.view import Stop
 from lightning_mm5d.stage.written import attributes, written
@@ -94,14 +94,13 @@ class _Call:
         """Describe a call; raise _ApartError where it cannot be joined with any."""
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         form = tuple((key, _form(key, value)) for key, value in values.items())
-        given = [value for value in values.values() if isinstance(value, (Tensor, list))]
+        given = [value for value in values.values() if isinstance(value, Tensor)]
         if not given:
             raise _ApartError("none of its arguments is a tensor")
         for table in given:
-            is_table = isinstance(table, Tensor) and table.dim() == 2 and table.shape[1] in (2, 3)
-            if isinstance(table, Tensor) and is_table and table.dtype in (torch.int64, torch.int32):
+            if table.dim() == 2 and table.shape[1] in (2, 3) and table.dtype in (torch.int64, torch.int32):
                 rows = sum(map(math.prod, table.tolist()))
-                if any(isinstance(one, Tensor) and one is not table and len(one) == rows for one in given):
+                if any(one is not table and len(one) == rows for one in given):
                     return cls(values, form, len(table), rows)
         return cls(values, form, len(given[0]), None)
 
@@ -116,10 +115,6 @@ def _form(key: Any, value: Any) -> Hashable:
         if value.requires_grad:
             raise _ApartError(f"its argument {key!r} needs a gradient")
         return value.dtype, value.device, *value.shape[1:]
-    if isinstance(value, list) and value and all(isinstance(one, Tensor) for one in value):
-        if any(one.requires_grad or is_remote(one) for one in value):
-            raise _ApartError(f"its argument {key!r} needs a gradient")
-        return "list", *{(one.dtype, one.device, one.dim()) for one in value}
     if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(one, _PLAIN) for one in value)):
         return value
     raise _ApartError(f"its argument {key!r} is {type(value).__name__}, of which no rows are known")
@@ -130,9 +125,7 @@ def _joined(calls: Sequence[_Call]) -> tuple[tuple, dict[str, Any]]:
     found: dict[Any, Any] = {}
     for key, first in calls[0].values.items():
         column = [call.values[key] for call in calls]
-        if isinstance(first, list):
-            found[key] = [one for own in column for one in own]
-        elif not isinstance(first, Tensor):
+        if not isinstance(first, Tensor):
             found[key] = first
         elif any(all(len(x) == call.length(unit) for x, call in zip(column, calls, strict=True)) for unit in _UNITS):
             found[key] = torch.cat(column)
@@ -145,37 +138,23 @@ def _joined(calls: Sequence[_Call]) -> tuple[tuple, dict[str, Any]]:
 
 
 _UNITS = ("items", "rows")
+_Units = dict[Place, set[str]]
+"""what the rows of each tensor of a result follow, as far as calls have told"""
 
 
-@dataclass
-class _Shape:
-    """How results of one form divide.
-
-    Attributes:
-        units: what the rows of each tensor follow, as far as calls have told.
-        lists: places of lists with an entry for each item.
-    """
-
-    units: dict[Place, set[str]]
-    lists: frozenset[Place]
-
-    def part(self, tree: Any, calls: Sequence[_Call], number: int, take: Callable[..., Any], place: Place = ()) -> Any:
-        """Return what a joined result has for one of `calls`; `take` cuts a tensor between the ends of all of them."""
-        if isinstance(tree, Tensor):
-            found = {tuple(_ends(tree, calls, unit)) for unit in self.units.get(place, ())}
-            if len(found) != 1:
-                raise _ApartError("its rows do not follow the items")
-            return take(tree, found.pop(), number)
-        if place in self.lists:
-            ends = [0, *accumulate(call.items for call in calls)]
-            own = tree[ends[number] : ends[number + 1]]
-            return type(tree)(take(one, (0, len(one)), 0) for one in own)
-        if isinstance(tree, Mapping):
-            return type(tree)(**{k: self.part(v, calls, number, take, (*place, k)) for k, v in tree.items()})
-        if isinstance(tree, (list, tuple)):
-            entries = [self.part(one, calls, number, take, (*place, at)) for at, one in enumerate(tree)]
-            return type(tree)(*entries) if hasattr(tree, "_fields") else type(tree)(entries)
-        return tree
+def _part(tree: Any, units: _Units, calls: Sequence[_Call], take: Callable[..., Any], place: Place = ()) -> Any:
+    """Return what `take` gives of the tensors of a joined result and where the rows of each of `calls` end."""
+    if isinstance(tree, Tensor):
+        found = {tuple(_ends(tree, calls, unit)) for unit in units.get(place, ())}
+        if len(found) != 1:
+            raise _ApartError("its rows do not follow the items")
+        return take(tree, found.pop())
+    if isinstance(tree, Mapping):
+        return type(tree)(**{key: _part(one, units, calls, take, (*place, key)) for key, one in tree.items()})
+    if isinstance(tree, (list, tuple)):
+        entries = [_part(one, units, calls, take, (*place, at)) for at, one in enumerate(tree)]
+        return type(tree)(*entries) if hasattr(tree, "_fields") else type(tree)(entries)
+    return tree
 
 
 def _ends(tensor: Tensor, calls: Sequence[_Call], unit: str) -> Iterator[int]:
@@ -187,10 +166,9 @@ def _ends(tensor: Tensor, calls: Sequence[_Call], unit: str) -> Iterator[int]:
     yield from accumulate((length * count // total for length in lengths), initial=0)
 
 
-def _learned(joint: Any, alone: Sequence[Any], calls: Sequence[_Call]) -> _Shape:
+def _learned(joint: Any, alone: Sequence[Any], calls: Sequence[_Call]) -> _Units:
     """Return how a joined result divides, given what each call returns alone; raise _ApartError where it does not."""
     units: dict[Place, set[str]] = {}
-    lists = set[Place]()
 
     def walk(tree: Any, own: Sequence[Any], place: Place) -> None:
         if any(type(one) is not type(tree) for one in own):
@@ -217,22 +195,15 @@ def _learned(joint: Any, alone: Sequence[Any], calls: Sequence[_Call]) -> _Shape
             for key, value in tree.items():
                 walk(value, [one[key] for one in own], (*place, key))
         elif isinstance(tree, (list, tuple)):
-            if all(len(one) == len(tree) for one in own):
-                for at, value in enumerate(tree):
-                    walk(value, [one[at] for one in own], (*place, at))
-                return
-            entries = [entry for one in own for entry in one]
-            counts = [len(one) for one in own] == [call.items for call in calls]
-            if not counts or len(entries) != len(tree) or hasattr(tree, "_fields"):
-                raise _ApartError("it returns a list without an entry for each item")
-            if not all(isinstance(x, Tensor) and _is_close(y, x) for x, y in zip(tree, entries, strict=True)):
-                raise _ApartError("it gives something else for several microbatches together than for each alone")
-            lists.add(place)
+            if any(len(one) != len(tree) for one in own):
+                raise _ApartError("it returns a list that is longer for several microbatches")
+            for at, value in enumerate(tree):
+                walk(value, [one[at] for one in own], (*place, at))
         elif not isinstance(tree, _PLAIN) or any(one != tree for one in own):
             raise _ApartError(f"it returns {type(tree).__name__} beside tensors")
 
     walk(joint, alone, ())
-    return _Shape(units, frozenset(lists))
+    return units
 
 
 def _is_close(one: Any, other: Tensor) -> bool:
@@ -248,8 +219,6 @@ def _is_close(one: Any, other: Tensor) -> bool:
 
 def _is_same(one: Any, other: Any) -> bool:
     """Whether arguments are equal; no values are read where they are views of the same memory."""
-    if isinstance(one, list):
-        return isinstance(other, list) and len(one) == len(other) and all(map(_is_same, one, other))
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return bool(one == other)
     if one.shape != other.shape:
@@ -280,16 +249,17 @@ class _Source:
 class _Joint:
     """A joined call, from its forward to its backward."""
 
-    def __init__(self, members: Sequence[int], calls: Sequence[_Call], result: Any, shape: _Shape) -> None:
-        self.members, self.calls, self._result, self._shape = members, calls, result, shape
+    def __init__(self, members: Sequence[int], calls: Sequence[_Call], result: Any, units: _Units) -> None:
+        self.members, self.calls, self._result, self._units = members, calls, result, units
         self.deferred: Deferred | None = None
         self.sources: dict[int, _Source] = {}
 
     def rows(self, member: int) -> Any:
         """Return the result of one microbatch."""
-        return self._shape.part(self._result, self.calls, self.members.index(member), self._taken)
+        taken = partial(self._taken, self.members.index(member))
+        return _part(self._result, self._units, self.calls, taken)
 
-    def _taken(self, tensor: Tensor, ends: Sequence[int], number: int) -> Tensor:
+    def _taken(self, number: int, tensor: Tensor, ends: Sequence[int]) -> Tensor:
         rows = tensor[ends[number] : ends[number + 1]]
         if tensor.requires_grad:
             rows = rows.detach().requires_grad_()
@@ -343,7 +313,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
     def __init__(self, runtime: Runtime, sizes: Mapping[str, int], device: torch.device) -> None:
         self._runtime, self._device = runtime, device
         self._sizes = {view.name: sizes[name] for view in runtime.stages for name in view.cuts if name in sizes}
-        self._shapes: dict[Hashable, _Shape | None] = {}  # by the form of calls; None where these are not joined
+        self._units_of: dict[Hashable, _Units | None] = {}  # by the form of calls; None where these are not joined
         self._told = set[str]()
         self._course: Course | None = None
         self._groups: dict[tuple[Any, int], _Group] = {}
@@ -501,13 +471,13 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
         mates = [at for at, (other, call) in group.found.items() if other == name and call.form == own.form]
         members, calls = [self._member, *mates], [own, *(group.found[at][1] for at in mates)]
         form = name, own.form, own.rows is None, any(one.training for _, one in self._parts(modality))
-        if not mates or self._shapes.get(form, True) is None:
+        if not mates or self._units_of.get(form, True) is None:
             return None
         try:
             args, kwargs = _joined(calls)
-            shape = self._shapes.get(form)
+            shape = self._units_of.get(form)
             if shape is None:
-                shape = self._shapes[form] = self._proved(modality, compute, calls)
+                shape = self._units_of[form] = self._proved(modality, compute, calls)
             before = run.deferred
             deferred = None if before is None else Deferred()
             with meanwhile(run, deferred=deferred):
@@ -515,15 +485,14 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             joint = _Joint(members, calls, result, shape)
             joint.deferred = deferred
             try:
-                for number in range(len(calls)):
-                    shape.part(result, calls, number, lambda *_: None)
+                _part(result, shape, calls, lambda *_: None)
             except _ApartError:  # sizes of items tell now what rows follow
                 again = self._proved(modality, compute, calls)
-                for place, units in again.units.items():
-                    shape.units[place] = shape.units.get(place, units) & units
+                for place, units in again.items():
+                    shape[place] = shape.get(place, units) & units
                 joint.rows(self._member)
         except _ApartError as error:
-            self._shapes[form] = None
+            self._units_of[form] = None
             self._tell(f"{name} is called alone, because {error}")
             return None
         for mate in mates:
@@ -536,7 +505,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             if has_module(self._runtime.root, path):
                 yield path, self._runtime.root.get_submodule(path)
 
-    def _proved(self, modality: str, compute: Compute, calls: Sequence[_Call]) -> _Shape:
+    def _proved(self, modality: str, compute: Compute, calls: Sequence[_Call]) -> _Units:
         """Compare calls alone and joined; collective over the ranks that share the encoder."""
         modules = list(dict.fromkeys(module for _, part in self._parts(modality) for module in part.modules()))
         caches = torch.is_autocast_cache_enabled()
@@ -559,7 +528,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             for call in calls[len(alone) :]:
                 args, kwargs = _joined([call])
                 alone.append(compute(*args, **kwargs))
-            shape = _Shape({}, frozenset())
+            units: _Units = {}
             try:
                 if (found := self._written(modality, before)) is not None:
                     raise _ApartError(f"it writes {found}, which would be that of several microbatches")
@@ -568,14 +537,14 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
                     joint = compute(*args, **kwargs)
                 except Exception as error:
                     raise _ApartError(f"it does not compute several microbatches together ({error})") from error
-                shape = _learned(joint, alone, calls)
+                units = _learned(joint, alone, calls)
             except _ApartError as error:
                 why = str(error)
         group = self._runtime.sharing(modality)
         flag = torch.tensor(float(why is not None), device=self._device)
         if bool(flag if group is None else group.max(flag)):
             raise _ApartError(why or "ranks that share it do not agree")
-        return shape
+        return units
 
     def _state(self, modality: str) -> tuple[dict[Any, Any], dict[str, Any]]:
         """What an encoder's modules hold, and how often each buffer and metric has been written."""

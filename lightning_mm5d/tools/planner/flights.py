@@ -7,6 +7,7 @@ what these are made of. Gradients that ranks sum whole have memory from the star
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,6 +62,8 @@ class StageFlight:
         has_backward: whether anything is kept at all.
         laid: bytes of gradients that have memory from the start; without any entry none have.
         put_off: what each unit keeps of a microbatch whose weight gradients are put off, beside what it passed.
+        per_call: microbatches that units of `joins` compute in one call, in the first forward and the last backward.
+        joins: whether each unit is of an encoder whose calls are joined; without any entry none is.
     """
 
     kept: Sequence[Storages]
@@ -71,6 +74,8 @@ class StageFlight:
     has_backward: bool
     laid: Sequence[int] = ()
     put_off: Sequence[Storages] = ()
+    per_call: int = 1
+    joins: Sequence[bool] = ()
 
     @cached_property
     def coming(self) -> list[int]:
@@ -101,6 +106,31 @@ class StageFlight:
         return found
 
     @cached_property
+    def is_joint(self) -> Sequence[bool]:
+        """`joins`, with an entry for each unit."""
+        return self.joins or [False] * len(self.kept)
+
+    @cached_property
+    def joint(self) -> list[int]:
+        """Of `remaining`, what units of joined calls hold, beside what is passed."""
+        found: Storages = {}
+        sums = [0]
+        for number, storages in enumerate(self.kept):
+            found |= storages if self.has_backward and self.is_joint[number] else {}
+            sums.append(sum(size for key, size in found.items() if key not in self.passed))
+        return sums
+
+    def of_call(self, values: Sequence[int], size: int) -> list[int]:
+        """Return values of units for a call of `size` microbatches; 0 of joined units where these are not called."""
+        return [value * size if is_joint else value for value, is_joint in zip(values, self.is_joint, strict=True)]
+
+    def left_by_call(self, left: Sequence[int], size: int) -> Sequence[int]:
+        """Return what a backward leaves after each unit, which goes on through joined units for `size` microbatches."""
+        if not size:
+            return [max(one, left[0] + self.joint[-1]) for one in left]
+        return [one + (size - 1) * more for one, more in zip(left, self.joint, strict=True)]
+
+    @cached_property
     def leaves(self) -> int:
         """Bytes of a microbatch that leave for the host."""
         found: Storages = {}
@@ -121,47 +151,74 @@ def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> 
     host: dict[tuple[StageKey, int], int] = {}
     most = peak = most_host = 0
     gradients = sum(sum(stage.laid) for stage in stages.values())
-    begun: set[StageKey] = set()
+    begun: set[tuple[StageKey, bool]] = set()
+    calls = _calls(actions, stages)
+    groups: dict[tuple[StageKey, int], int] = {}  # bytes of joined calls beside those of `held`
     for number, action in enumerate(actions):
         stage, key = stages[action.stage], (action.stage, action.microbatch)
         for other in host.keys() & held.keys():
             if backs[other] == number + 1:  # it is fetched
                 held[other] = stages[other[0]].remaining[-1]
         if action.kind is Kind.F:
-            size = stage.remaining[-1]
-            peak = max(peak, sum(held.values()) + gradients + size + max(stage.working, default=0))
+            size, (group, called) = stage.remaining[-1], calls[number]
+            groups[group] = groups.get(group, called * stage.joint[-1]) - stage.joint[-1]
+            working = max(stage.of_call(stage.working, called), default=0)
+            peak = max(peak, sum(held.values()) + sum(groups.values()) + gradients + size + working)
             if key in backs:
                 held[key] = size
-                most = max(most, sum(held.values()))
+                most = max(most, sum(held.values()) + sum(groups.values()))
                 if stage.leaves and backs[key] - number >= FAR:
                     held[key], host[key] = size - stage.leaves, stage.leaves
                     most_host = max(most_host, sum(host.values()))
             continue
-        is_first = action.frees and action.stage not in begun
         if action.passes_gradients:
-            left = stage.remaining if action.frees else stage.remaining_put_off
-            top, gradients = _back(stage, left, sum(held.values()) - held[key], gradients, is_first=is_first)
+            left, (group, called) = stage.remaining if action.frees else stage.remaining_put_off, calls[number]
+            others = sum(held.values()) - held[key] + sum(groups.values()) - (groups[group] if called else 0)
+            coming = [
+                size if action.frees and (action.stage, is_joint) not in begun and (called or not is_joint) else 0
+                for size, is_joint in zip(stage.coming, stage.is_joint, strict=True)
+            ]
+            top, gradients = _back(stage, stage.left_by_call(left, called), others, gradients, coming, called)
             peak = max(peak, top)
             held[key] = left[0]
-        elif is_first:
+            groups[group] = 0 if called else groups[group] + stage.joint[-1]
+            begun |= {(action.stage, is_joint) for is_joint in {False, called > 0} if action.frees}
+        elif (action.stage, True) not in begun:
+            begun |= {(action.stage, True)}
             gradients += sum(stage.coming)
-            peak = max(peak, sum(held.values()) + gradients)
+            peak = max(peak, sum(held.values()) + sum(groups.values()) + gradients)
         if action.frees:
-            begun.add(action.stage)
             del held[key]
             host.pop(key, None)
     last = next((stages[action.stage] for action in reversed(actions) if action.passes_gradients), None)
     return Flight(most, peak, most_host, _ending(last) if last else ())
 
 
-def _back(stage: StageFlight, left: Sequence[int], others: int, gradients: int, *, is_first: bool) -> tuple[int, int]:
+def _calls(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> list[tuple[tuple[StageKey, int], int]]:
+    """Return for each action which group its microbatch is in, and how many of it the joined units compute then."""
+    forwards: dict[StageKey, list[int]] = {}
+    for action in actions:
+        if action.kind is Kind.F:
+            forwards.setdefault(action.stage, []).append(action.microbatch)
+    came, found = Counter[tuple[StageKey, int, bool]](), list[tuple[tuple[StageKey, int], int]]()
+    for action in actions:
+        size, is_forward = stages[action.stage].per_call, action.kind is Kind.F
+        group = action.stage, forwards[action.stage].index(action.microbatch) // size
+        count = min(size, len(forwards[action.stage]) - size * group[1])
+        came[(*group, is_forward)] += is_forward or action.passes_gradients
+        found.append((group, count if came[(*group, is_forward)] == (1 if is_forward else count) else 0))
+    return found
+
+
+def _back(
+    stage: StageFlight, left: Sequence[int], others: int, gradients: int, coming: Sequence[int], called: int
+) -> tuple[int, int]:
     """Return the peak of one backward, which leaves `left` after each unit, and the gradients after it."""
-    peak = 0
+    peak, working = 0, stage.of_call(stage.working, called)
     for number in reversed(range(len(stage.kept))):
-        peak = max(peak, others + left[number + 1] + gradients + stage.working[number])
-        if is_first:
-            gradients += stage.coming[number]
-            peak = max(peak, others + left[number] + gradients)
+        peak = max(peak, others + left[number + 1] + gradients + working[number])
+        gradients += coming[number]
+        peak = max(peak, others + left[number] + gradients)
     return peak, gradients
 
 

@@ -337,6 +337,8 @@ class _Estimate:
         put_off: list[Storages] = []
         working: list[int] = []
         away: list[bool] = []
+        joins: list[bool] = []
+        sizes = [plan.modalities[member.modality].pipeline.microbatches_per_call for member in order]
         counted: set[int] = set()  # one that several units use gets its gradient in the backward of the first of them
         for member in order:
             units, span = plan.partition.units[member], span_of(cuts[member], plan.partition.stages[member.modality])
@@ -352,8 +354,9 @@ class _Estimate:
                 gradients.append(sum(sizes.values()))
                 laid.append(sum(size for name, size in sizes.items() if self._is_laid(name, rank)))
                 away.append("activations" in plan.modalities[member.modality].offloads)
+                joins.append(plan.modalities[member.modality].pipeline.microbatches_per_call > 1)
         passed = self._passed(key, members, cuts)
-        return StageFlight(kept, working, gradients, away, passed, has_backward, laid, put_off)
+        return StageFlight(kept, working, gradients, away, passed, has_backward, laid, put_off, max(sizes), joins)
 
     def _is_laid(self, name: str, rank: int) -> bool:
         """Whether a gradient has memory from the start of a step: ranks sum all of it."""
