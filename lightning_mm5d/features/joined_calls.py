@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import wraps
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -138,21 +138,27 @@ def _joined(calls: Sequence[_Call]) -> tuple[tuple, dict[str, Any]]:
 
 
 _UNITS = ("items", "rows")
+_ENTRIES = "entries"
 _Units = dict[Place, set[str]]
-"""what the rows of each tensor of a result follow, as far as calls have told"""
+"""what the rows of each tensor of a result follow, as far as calls have told; of a list its entries"""
 
 
-def _part(tree: Any, units: _Units, calls: Sequence[_Call], take: Callable[..., Any], place: Place = ()) -> Any:
-    """Return what `take` gives of the tensors of a joined result and where the rows of each of `calls` end."""
+def _part(
+    tree: Any, units: _Units, calls: Sequence[_Call], number: int, take: Callable[..., Any], place: Place = ()
+) -> Any:
+    """Return what a joined result has for one of `calls`, of each tensor what `take` gives of it and of all ends."""
     if isinstance(tree, Tensor):
         found = {tuple(_ends(tree, calls, unit)) for unit in units.get(place, ())}
         if len(found) != 1:
             raise _ApartError("its rows do not follow the items")
-        return take(tree, found.pop())
+        return take(number, tree, found.pop())
+    if _ENTRIES in units.get(place, ()):
+        ends = [0, *accumulate(call.items for call in calls)]
+        return type(tree)(take(0, one, (0, len(one))) for one in tree[ends[number] : ends[number + 1]])
     if isinstance(tree, Mapping):
-        return type(tree)(**{key: _part(one, units, calls, take, (*place, key)) for key, one in tree.items()})
+        return type(tree)(**{key: _part(one, units, calls, number, take, (*place, key)) for key, one in tree.items()})
     if isinstance(tree, (list, tuple)):
-        entries = [_part(one, units, calls, take, (*place, at)) for at, one in enumerate(tree)]
+        entries = [_part(one, units, calls, number, take, (*place, at)) for at, one in enumerate(tree)]
         return type(tree)(*entries) if hasattr(tree, "_fields") else type(tree)(entries)
     return tree
 
@@ -195,8 +201,16 @@ def _learned(joint: Any, alone: Sequence[Any], calls: Sequence[_Call]) -> _Units
             for key, value in tree.items():
                 walk(value, [one[key] for one in own], (*place, key))
         elif isinstance(tree, (list, tuple)):
+            entries = [entry for one in own for entry in one]
+            if [len(one) for one in own] == [call.items for call in calls] and len(entries) == len(tree):
+                if not all(
+                    isinstance(x, Tensor) and x.dim() and _is_close(y, x) for x, y in zip(tree, entries, strict=True)
+                ):
+                    raise _ApartError("it gives something else for several microbatches together than for each alone")
+                units[place] = {_ENTRIES}
+                return
             if any(len(one) != len(tree) for one in own):
-                raise _ApartError("it returns a list that is longer for several microbatches")
+                raise _ApartError("it returns a list without an entry for each item")
             for at, value in enumerate(tree):
                 walk(value, [one[at] for one in own], (*place, at))
         elif not isinstance(tree, _PLAIN) or any(one != tree for one in own):
@@ -256,8 +270,7 @@ class _Joint:
 
     def rows(self, member: int) -> Any:
         """Return the result of one microbatch."""
-        taken = partial(self._taken, self.members.index(member))
-        return _part(self._result, self._units, self.calls, taken)
+        return _part(self._result, self._units, self.calls, self.members.index(member), self._taken)
 
     def _taken(self, number: int, tensor: Tensor, ends: Sequence[int]) -> Tensor:
         rows = tensor[ends[number] : ends[number + 1]]
@@ -485,7 +498,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             joint = _Joint(members, calls, result, shape)
             joint.deferred = deferred
             try:
-                _part(result, shape, calls, lambda *_: None)
+                _part(result, shape, calls, 0, lambda *_: None)
             except _ApartError:  # sizes of items tell now what rows follow
                 again = self._proved(modality, compute, calls)
                 for place, units in again.items():

@@ -6,12 +6,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from features.toys import (
     LANGUAGE,
@@ -29,7 +28,6 @@ from features.toys import (
     weights,
 )
 from lightning_mm5d import Modality
-from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.groups import with_fields
 from lightning_mm5d.sharded.torch_internals import in_backward
 
@@ -41,42 +39,52 @@ EYES = Layout({"vision": Modality(dp_size=2, **VISION), "language": Modality(**L
 """two encoder replicas, which take turns with microbatches: ranks 0-1; language: rank 2"""
 
 
+SEEN = Counter[Any]()
+
+
 class Watched(Toy):
-    """Notes how many images the encoder computes at a time, and in which backward."""
+    """Notes how many images the encoder computes at a time, and how many gradients its first weight gets."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = Counter[Any]()
-        self.encoder.patch.register_forward_pre_hook(self._forward)
-        self.encoder.patch.weight.register_hook(lambda _: self._seen().update(["backward"]))
+        self.encoder.patch.register_forward_pre_hook(self._note)
+        self.encoder.patch.weight.register_hook(lambda _: SEEN.update(["backward"]))
 
-    def _seen(self) -> Counter[Any]:
-        return self.seen
-
-    def _forward(self, _: Any, args: Any) -> None:
+    def _note(self, _: Any, args: Any) -> None:
         if torch.is_grad_enabled() and not in_backward():
-            self.seen[len(args[0])] += 1
+            SEEN[len(args[0])] += 1
 
 
-class Frozen(Watched):
+class Frozen(Toy):
     def __init__(self) -> None:
         super().__init__()
         self.encoder.requires_grad_(False)
 
 
-def fit(run: Run, made: Callable[[], Any] = Watched, **fields: Any) -> tuple[dict[str, Tensor], list[str]]:
+class Dependent(Toy):
+    """Its encoder computes with all images of a call, so that calls are not joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.projector.register_forward_hook(lambda _, __, out: out - out.mean(0))
+
+
+def fit(
+    run: Run, made: Callable[[], Any] = Watched, **fields: Any
+) -> tuple[dict[str, Tensor], list[str], Counter[Any]]:
     if run.layout is not None:
         modalities = run.layout.modalities
         vision = with_fields(modalities["vision"], **{"microbatches_per_call": 2, **fields})
         run = replace(run, layout=replace(run.layout, modalities={**modalities, "vision": vision}))
         run = replace(run, options={"num_microbatches": 4, **run.options})
     torch.manual_seed(5)
+    SEEN.clear()
     module = made()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         run.trainer(max_epochs=2).fit(module, run.training())
     texts = [str(one.message) for one in told if "microbatches_per_call" in str(one.message)]
-    return weights(module), texts
+    return weights(module), texts, Counter(SEEN)
 
 
 CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
@@ -94,10 +102,45 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_those_of_one_process(name: str) -> None:
-    """ranks as the layout says"""
+    """ranks as the layout says; each step has four microbatches of two images, or of fewer with replicas"""
     layout, options = CASES[name]
-    expected, _ = alone(fit)
-    for got, told in together(layout, fit, **options):
-        assert not told
-        break
-    assert_same(got, expected)
+    expected, *_ = alone(fit)
+    found = together(layout, fit, **options)
+    assert_same(found[0][0], expected)
+    seen = found[0][2]
+    assert not [text for _, texts, _ in found for text in texts]
+    sizes = {size: count for size, count in seen.items() if size != "backward" and count}
+    assert len(sizes) == 1, "one size of calls"
+    if name != "turns":
+        assert sizes == {4: 8}
+        assert seen["backward"] == 8
+
+
+def several(run: Run) -> Any:
+    found = []
+    for fields in (
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": {"items": 2}},
+        {"zero_stage": 1},
+        {"microbatches_per_call": 4},
+    ):
+        found.append(fit(run, **fields)[0])
+    found.append(fit(run, Frozen)[0])
+    found.append(fit(run, Dependent)[0])
+    return found
+
+
+def several_dp(run: Run) -> Any:
+    return [fit(run, zero_stage=stage)[0] for stage in (1, 2, 3)]
+
+
+def test_other_fields_of_the_encoder() -> None:
+    """vision: rank 0; language: rank 1"""
+    expected = alone(several)
+    assert_same(together(PAIR, several)[0], expected)
+
+
+def test_shared_states() -> None:
+    """two replicas of everything: ranks 0-1"""
+    expected = alone(several_dp)
+    assert_same(together(SHARED, several_dp, num_microbatches=2)[0], expected)
