@@ -43,16 +43,16 @@ SEEN = Counter[Any]()
 
 
 class Watched(Toy):
-    """Notes how many images the encoder computes at a time, and how many gradients its first weight gets."""
+    """Notes how many images the encoder computes at a time, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder.patch.register_forward_pre_hook(self._note)
-        self.encoder.patch.weight.register_hook(lambda _: SEEN.update(["backward"]))
+        self.encoder.patch.register_forward_hook(self._note)
 
-    def _note(self, _: Any, args: Any) -> None:
-        if torch.is_grad_enabled() and not in_backward():
-            SEEN[len(args[0])] += 1
+    def _note(self, _: Any, __: Any, hidden: Tensor) -> None:
+        if hidden.requires_grad and not in_backward():
+            SEEN["forward", len(hidden)] += 1
+            hidden.register_hook(lambda gradient: SEEN.update([("backward", len(gradient))]))
 
 
 class Frozen(Toy):
@@ -109,11 +109,8 @@ def test_weights_are_those_of_one_process(name: str) -> None:
     assert_same(found[0][0], expected)
     seen = found[0][2]
     assert not [text for _, texts, _ in found for text in texts]
-    sizes = {size: count for size, count in seen.items() if size != "backward" and count}
-    assert len(sizes) == 1, "one size of calls"
-    if name != "turns":
-        assert sizes == {4: 8}
-        assert seen["backward"] == 8
+    calls = 4 if name in ("replicas", "turns") else 8
+    assert seen == {("forward", 4): calls, ("backward", 4): calls}
 
 
 def several(run: Run) -> Any:
