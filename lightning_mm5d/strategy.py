@@ -47,12 +47,11 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule, Simulation, check_fields, loaded
 from lightning_mm5d.trainer.checkpoint_strategy import CheckpointStrategy
 from lightning_mm5d.trainer.construction import configured, is_configured, try_configured
-from lightning_mm5d.trainer.dataloader_hooks import DataloaderHooks, put_in_no_sampler
 from lightning_mm5d.trainer.feature import made_features, tell_of_loader
 from lightning_mm5d.trainer.kept_shards import kept_plan, refuse_other_processes
 from lightning_mm5d.trainer.launch import ProcessLauncher
 from lightning_mm5d.trainer.other_package import check_package, explain_other_modules
-from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
+from lightning_mm5d.trainer.replica_collectives import DataloaderHooks, ReplicaCollectives, put_in_no_sampler
 from lightning_mm5d.trainer.session import RunOptions, Session
 from lightning_mm5d.trainer.statements import layout_fields, loader, optimizers, structure
 from lightning_mm5d.trainer.validation import (

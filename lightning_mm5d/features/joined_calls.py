@@ -6,8 +6,7 @@ nothing else of these runs. Its own call then computes on all inputs. The calls 
 Their backwards end at these rows, and the last one of the group goes on through the encoder for all of them.
 No message changes its place: an encoder of one stage that nothing feeds needs nothing from other ranks.
 
-An *item* is one image, frame or sound: a row along dim 0 of the first tensor among a call's arguments, an entry of a
-list of tensors, or the rows of packed patches that a table of sizes says. Calls are joined where their arguments differ
+Calls are joined where their arguments differ
 in nothing but the number of items, and where the first joined call of their form gives each microbatch what a call of
 its own does. Other calls are made one by one, with a warning that says why: what writes to buffers or attributes, whose
 inputs need gradients, the second call of a step. What a call draws, as for dropout, it draws once for the group, from
@@ -15,18 +14,15 @@ the random state of the first microbatch.
 
 It refuses encoders in several stages or after other ones, ranks that share sequences or experts, batch norms in
 training mode, and steps that write to their batch.
-
-Shapes: N items, P rows of packed inputs.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,199 +41,33 @@ from lightning_mm5d.partition.step_uses import Boundary
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Kind
 from lightning_mm5d.sharded.collectives import warn_on_first_rank
-from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.sharded.removable import Removable, meanwhile
-from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage import Deferred, Run, Runtime
-from lightning_mm5d.stage.payload import unsharded
+from lightning_mm5d.stage.payload import (
+    ApartError,
+    RowCall,
+    RowUnits,
+    is_same_argument,
+    joined_rows,
+    row_units,
+    rows_of_call,
+    unsharded,
+)
 from lightning_mm5d.stage.taps import mark_dependent
 from lightning_mm5d.stage.view import Stop
 from lightning_mm5d.stage.written import attributes, written
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 
 Compute = Callable[..., Any]
-Place = tuple[Any, ...]
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 class _Reached(Stop):
     """Ends a run that looks for the inputs of an encoder; holds what it came to."""
 
-    def __init__(self, name: str = "", call: _Call | None = None) -> None:
+    def __init__(self, name: str = "", call: RowCall | None = None) -> None:
         self.name, self.call = name, call
-
-
-class _ApartError(Exception):
-    """A call is not joined with others; its text says why."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The arguments of a call.
-
-    Attributes:
-        values: by name, or by place among the arguments without one.
-        form: equal for calls that may be joined.
-        items: N.
-        rows: P; None without a table of sizes.
-    """
-
-    values: Mapping[Any, Any]
-    form: Hashable
-    items: int
-    rows: int | None
-
-    @classmethod
-    def of(cls, args: tuple, kwargs: Mapping[str, Any]) -> _Call:
-        """Describe a call; raise _ApartError where it cannot be joined with any."""
-        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        form = tuple((key, _form(key, value)) for key, value in values.items())
-        given = [value for value in values.values() if isinstance(value, Tensor)]
-        if not given:
-            raise _ApartError("none of its arguments is a tensor")
-        for table in given:
-            if table.dim() == 2 and table.shape[1] in (2, 3) and table.dtype in (torch.int64, torch.int32):
-                rows = sum(map(math.prod, table.tolist()))
-                if any(one is not table and len(one) == rows for one in given):
-                    return cls(values, form, len(table), rows)
-        return cls(values, form, len(given[0]), None)
-
-    def length(self, unit: str) -> int:
-        """N or P."""
-        return self.items if unit == "items" or self.rows is None else self.rows
-
-
-def _form(key: Any, value: Any) -> Hashable:
-    """What an argument of calls that may be joined has in common."""
-    if isinstance(value, Tensor) and value.dim() and not is_remote(value) and not isinstance(value, Sharded):
-        if value.requires_grad:
-            raise _ApartError(f"its argument {key!r} needs a gradient")
-        return value.dtype, value.device, *value.shape[1:]
-    if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(one, _PLAIN) for one in value)):
-        return value
-    raise _ApartError(f"its argument {key!r} is {type(value).__name__}, of which no rows are known")
-
-
-def _joined(calls: Sequence[_Call]) -> tuple[tuple, dict[str, Any]]:
-    """Return the arguments of one call for all; raise _ApartError where they do not join."""
-    found: dict[Any, Any] = {}
-    for key, first in calls[0].values.items():
-        column = [call.values[key] for call in calls]
-        if not isinstance(first, Tensor):
-            found[key] = first
-        elif any(all(len(x) == call.length(unit) for x, call in zip(column, calls, strict=True)) for unit in _UNITS):
-            found[key] = torch.cat(column)
-        elif all(_is_same(one, first) for one in column):
-            found[key] = first
-        else:
-            raise _ApartError(f"its argument {key!r} has neither a row for each item nor equal values in all calls")
-    places = [key for key in found if isinstance(key, int)]
-    return tuple(found[key] for key in places), {key: value for key, value in found.items() if key not in places}
-
-
-_UNITS = ("items", "rows")
-_ENTRIES = "entries"
-_Units = dict[Place, set[str]]
-"""what the rows of each tensor of a result follow, as far as calls have told; of a list its entries"""
-
-
-def _part(
-    tree: Any, units: _Units, calls: Sequence[_Call], number: int, take: Callable[..., Any], place: Place = ()
-) -> Any:
-    """Return what a joined result has for one of `calls`, of each tensor what `take` gives of it and of all ends."""
-    if isinstance(tree, Tensor):
-        found = {tuple(_ends(tree, calls, unit)) for unit in units.get(place, ())}
-        if len(found) != 1:
-            raise _ApartError("its rows do not follow the items")
-        return take(number, tree, found.pop())
-    if _ENTRIES in units.get(place, ()):
-        ends = [0, *accumulate(call.items for call in calls)]
-        return type(tree)(take(0, one, (0, len(one))) for one in tree[ends[number] : ends[number + 1]])
-    if isinstance(tree, Mapping):
-        return type(tree)(**{key: _part(one, units, calls, number, take, (*place, key)) for key, one in tree.items()})
-    if isinstance(tree, (list, tuple)):
-        entries = [_part(one, units, calls, number, take, (*place, at)) for at, one in enumerate(tree)]
-        return type(tree)(*entries) if hasattr(tree, "_fields") else type(tree)(entries)
-    return tree
-
-
-def _ends(tensor: Tensor, calls: Sequence[_Call], unit: str) -> Iterator[int]:
-    """Yield where the rows of each call begin, and where the last end."""
-    lengths = [call.length(unit) for call in calls]
-    total, count = sum(lengths), len(tensor) if tensor.dim() else 0
-    if not total or any(length * count % total for length in lengths):
-        raise _ApartError("its rows do not follow the items")
-    yield from accumulate((length * count // total for length in lengths), initial=0)
-
-
-def _learned(joint: Any, alone: Sequence[Any], calls: Sequence[_Call]) -> _Units:
-    """Return how a joined result divides, given what each call returns alone; raise _ApartError where it does not."""
-    units: dict[Place, set[str]] = {}
-
-    def walk(tree: Any, own: Sequence[Any], place: Place) -> None:
-        if any(type(one) is not type(tree) for one in own):
-            raise _ApartError("its results are of unlike types")
-        if isinstance(tree, Tensor):
-            fits = set[str]()
-            for unit in _UNITS if calls[0].rows is not None else _UNITS[:1]:
-                try:
-                    ends = list(_ends(tree, calls, unit))
-                except _ApartError:
-                    continue
-                pieces = [tree[start:end] for start, end in pairwise(ends)]
-                if all(_is_close(one, piece) for one, piece in zip(own, pieces, strict=True)):
-                    fits.add(unit)
-            if not fits:
-                raise _ApartError(
-                    "it gives something else for several microbatches together than for each alone: rows depend on "
-                    "each other, or are not along dim 0 of the result"
-                )
-            units[place] = fits
-        elif isinstance(tree, Mapping):
-            if any(one.keys() != tree.keys() for one in own):
-                raise _ApartError("its results have unlike fields")
-            for key, value in tree.items():
-                walk(value, [one[key] for one in own], (*place, key))
-        elif isinstance(tree, (list, tuple)):
-            entries = [entry for one in own for entry in one]
-            if [len(one) for one in own] == [call.items for call in calls] and len(entries) == len(tree):
-                if not all(
-                    isinstance(x, Tensor) and x.dim() and _is_close(y, x) for x, y in zip(tree, entries, strict=True)
-                ):
-                    raise _ApartError("it gives something else for several microbatches together than for each alone")
-                units[place] = {_ENTRIES}
-                return
-            if any(len(one) != len(tree) for one in own):
-                raise _ApartError("it returns a list without an entry for each item")
-            for at, value in enumerate(tree):
-                walk(value, [one[at] for one in own], (*place, at))
-        elif not isinstance(tree, _PLAIN) or any(one != tree for one in own):
-            raise _ApartError(f"it returns {type(tree).__name__} beside tensors")
-
-    walk(joint, alone, ())
-    return units
-
-
-def _is_close(one: Any, other: Tensor) -> bool:
-    """Whether two results are equal but for rounding."""
-    if not isinstance(one, Tensor) or one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if not one.is_floating_point() or not one.numel():
-        return torch.equal(one, other)
-    off = torch.finfo(one.dtype).eps ** 0.5
-    one, other = one.double(), other.double()
-    return bool((one - other).abs().max() <= off * other.abs().max())
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether arguments are equal; no values are read where they are views of the same memory."""
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return bool(one == other)
-    if one.shape != other.shape:
-        return False
-    return (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride()) or torch.equal(one, other)
 
 
 @dataclass
@@ -263,14 +93,14 @@ class _Source:
 class _Joint:
     """A joined call, from its forward to its backward."""
 
-    def __init__(self, members: Sequence[int], calls: Sequence[_Call], result: Any, units: _Units) -> None:
+    def __init__(self, members: Sequence[int], calls: Sequence[RowCall], result: Any, units: RowUnits) -> None:
         self.members, self.calls, self._result, self._units = members, calls, result, units
         self.deferred: Deferred | None = None
         self.sources: dict[int, _Source] = {}
 
     def rows(self, member: int) -> Any:
         """Return the result of one microbatch."""
-        return _part(self._result, self._units, self.calls, self.members.index(member), self._taken)
+        return rows_of_call(self._result, self._units, self.calls, self.members.index(member), self._taken)
 
     def _taken(self, number: int, tensor: Tensor, ends: Sequence[int]) -> Tensor:
         rows = tensor[ends[number] : ends[number + 1]]
@@ -309,7 +139,7 @@ class _Group:
     """
 
     members: Sequence[int]
-    found: dict[int, tuple[str, _Call]] = field(default_factory=dict)
+    found: dict[int, tuple[str, RowCall]] = field(default_factory=dict)
     joints: list[_Joint] = field(default_factory=list)
     passed: set[int] = field(default_factory=set)
 
@@ -326,7 +156,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
     def __init__(self, runtime: Runtime, sizes: Mapping[str, int], device: torch.device) -> None:
         self._runtime, self._device = runtime, device
         self._sizes = {view.name: sizes[name] for view in runtime.stages for name in view.cuts if name in sizes}
-        self._units_of: dict[Hashable, _Units | None] = {}  # by the form of calls; None where these are not joined
+        self._units_of: dict[Hashable, RowUnits | None] = {}  # by the form of calls; None where these are not joined
         self._told = set[str]()
         self._course: Course | None = None
         self._groups: dict[tuple[Any, int], _Group] = {}
@@ -451,8 +281,8 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             return unsharded(self._runtime.read_fields(name, original(*args, **kwargs)))
 
         try:
-            own = _Call.of(args, kwargs)
-        except _ApartError as error:
+            own = RowCall.of(args, kwargs)
+        except ApartError as error:
             if self._looks:
                 raise _Reached from None
             return self._apart(f"{name} is called alone, because {error}", original, args, kwargs)
@@ -469,13 +299,13 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
                 return original(*args, **kwargs)
         else:
             there = joint.calls[joint.members.index(member)]
-            same = there.form == own.form and all(map(_is_same, own.values.values(), there.values.values()))
+            same = there.form == own.form and all(map(is_same_argument, own.values.values(), there.values.values()))
             if not same:
                 why = f"{name} gets other inputs than in a first look, such as random ones"
                 return self._apart(why, original, args, kwargs)
         return joint.rows(member)
 
-    def _join(self, name: str, modality: str, compute: Compute, own: _Call) -> _Joint | None:
+    def _join(self, name: str, modality: str, compute: Compute, own: RowCall) -> _Joint | None:
         """Call an encoder for all microbatches of a group that have not run; None where it is called for one."""
         group, run = self._group, self._run
         assert run is not None
@@ -487,7 +317,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
         if not mates or self._units_of.get(form, True) is None:
             return None
         try:
-            args, kwargs = _joined(calls)
+            args, kwargs = joined_rows(calls)
             shape = self._units_of.get(form)
             if shape is None:
                 shape = self._units_of[form] = self._proved(modality, compute, calls)
@@ -498,13 +328,13 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             joint = _Joint(members, calls, result, shape)
             joint.deferred = deferred
             try:
-                _part(result, shape, calls, 0, lambda *_: None)
-            except _ApartError:  # sizes of items tell now what rows follow
+                rows_of_call(result, shape, calls, 0, lambda *_: None)
+            except ApartError:  # sizes of items tell now what rows follow
                 again = self._proved(modality, compute, calls)
                 for place, units in again.items():
                     shape[place] = shape.get(place, units) & units
                 joint.rows(self._member)
-        except _ApartError as error:
+        except ApartError as error:
             self._units_of[form] = None
             self._tell(f"{name} is called alone, because {error}")
             return None
@@ -518,7 +348,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             if has_module(self._runtime.root, path):
                 yield path, self._runtime.root.get_submodule(path)
 
-    def _proved(self, modality: str, compute: Compute, calls: Sequence[_Call]) -> _Units:
+    def _proved(self, modality: str, compute: Compute, calls: Sequence[RowCall]) -> RowUnits:
         """Compare calls alone and joined; collective over the ranks that share the encoder."""
         modules = list(dict.fromkeys(module for _, part in self._parts(modality) for module in part.modules()))
         caches = torch.is_autocast_cache_enabled()
@@ -530,7 +360,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             torch.set_autocast_cache_enabled(False)  # a cast without gradients must not serve the step
             stack.callback(torch.set_autocast_cache_enabled, caches)
             drawn = pack_states(all_states(self._device))
-            alone = [compute(*args, **kwargs) for args, kwargs in [_joined([call]) for call in calls[:1]]]
+            alone = [compute(*args, **kwargs) for args, kwargs in [joined_rows([call]) for call in calls[:1]]]
             if not torch.equal(drawn, pack_states(all_states(self._device))):
                 for module in modules:
                     if module.training:
@@ -539,24 +369,24 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
                 alone = []
             before = self._state(modality)
             for call in calls[len(alone) :]:
-                args, kwargs = _joined([call])
+                args, kwargs = joined_rows([call])
                 alone.append(compute(*args, **kwargs))
-            units: _Units = {}
+            units: RowUnits = {}
             try:
                 if (found := self._written(modality, before)) is not None:
-                    raise _ApartError(f"it writes {found}, which would be that of several microbatches")
-                args, kwargs = _joined(calls)
+                    raise ApartError(f"it writes {found}, which would be that of several microbatches")
+                args, kwargs = joined_rows(calls)
                 try:
                     joint = compute(*args, **kwargs)
                 except Exception as error:
-                    raise _ApartError(f"it does not compute several microbatches together ({error})") from error
-                units = _learned(joint, alone, calls)
-            except _ApartError as error:
+                    raise ApartError(f"it does not compute several microbatches together ({error})") from error
+                units = row_units(joint, alone, calls)
+            except ApartError as error:
                 why = str(error)
         group = self._runtime.sharing(modality)
         flag = torch.tensor(float(why is not None), device=self._device)
         if bool(flag if group is None else group.max(flag)):
-            raise _ApartError(why or "ranks that share it do not agree")
+            raise ApartError(why or "ranks that share it do not agree")
         return units
 
     def _state(self, modality: str) -> tuple[dict[Any, Any], dict[str, Any]]:

@@ -1,18 +1,28 @@
-"""`self.all_gather` and the reductions of Lightning: over the replicas of the loss modality, each counted once."""
+"""`self.all_gather` and the reductions of Lightning: over the replicas of the loss modality, each counted once.
+
+What else sees replicas in place of ranks: the hooks that make dataloaders. A datamodule that shards its data by
+`trainer.global_rank` in `train_dataloader` then gives all ranks of a replica the same samples. Lightning asks these hooks
+through its data sources, also before a run has been set up. With one replica the order of the samples is that of one
+process: there is nothing to share out.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
-from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import carried
 from lightning_mm5d.sharded.remote_value import settled
+from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.stage import Runtime
 
 
@@ -105,3 +115,33 @@ class ReplicaCollectives:
         gathered = [torch.empty_like(own) for _ in self._sources]
         dist.all_gather(gathered, own, group=self._loss_group)
         return torch.stack(gathered).to(tensor.device)
+
+
+class DataloaderHooks(Removable):
+    """Enters a context around each hook that makes dataloaders, until `remove`.
+
+    Args:
+        trainer: that asks for dataloaders.
+        context: made anew for each call.
+    """
+
+    def __init__(self, trainer: pl.Trainer, context: Callable[[], AbstractContextManager[None]]) -> None:
+        loops: list[Any] = [trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop]
+        loops += [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+        for source in (private(loop, "_data_source") for loop in loops):
+            self.put_attribute(source, "dataloader", _within(context, type(source).dataloader.__get__(source)))
+
+
+def put_in_no_sampler(trainer: pl.Trainer) -> None:
+    """Let Lightning keep the samplers of dataloaders; it would put in a distributed one, which shuffles."""
+    connector: Any = private(trainer, "_accelerator_connector")
+    private(connector, "use_distributed_sampler")
+    connector.use_distributed_sampler = False
+
+
+def _within(context: Callable[[], AbstractContextManager[None]], hook: Callable[[], Any]) -> Callable[[], Any]:
+    def called() -> Any:
+        with context():
+            return hook()
+
+    return called
