@@ -12,13 +12,13 @@ import time
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from turns import WARMUP, Side, Turns, fit, race, row
 from two_ranks import Llava, Samples
 
 from lightning_mm5d import Modality, MultimodalStrategy
 
-STEPS, MICROBATCHES = 12 + WARMUP, 8
+STEPS, MICROBATCHES = 10 + WARMUP, 8
 
 
 class Timed(Llava):
@@ -39,7 +39,7 @@ def train(turns: Turns, rank: int, size: int, width: int) -> list[float]:
         modalities={"vision": vision, "language": Modality()}, batching={"num_microbatches": MICROBATCHES}
     )
     module = Timed(width)
-    fit(module, DataLoader(Samples(), batch_size=MICROBATCHES), strategy, 2, turns)
+    fit(module, DataLoader(Subset(Samples(), range(STEPS * MICROBATCHES)), batch_size=MICROBATCHES), strategy, 2, turns)
     return module.losses[WARMUP:]
 
 

@@ -1,8 +1,8 @@
 """`self.all_gather` and the reductions of Lightning: over the replicas of the loss modality, each counted once.
 
 What else sees replicas in place of ranks: the hooks that make dataloaders. A datamodule that shards its data by
-`trainer.global_rank` in `train_dataloader` then gives all ranks of a replica the same samples. Lightning asks these hooks
-through its data sources, also before a run has been set up. With one replica the order of the samples is that of one
+`trainer.global_rank` in `train_dataloader` then gives all ranks of a replica the same samples. Lightning asks these
+hooks through its data sources, also before a run has been set up. With one replica the order of samples is that of one
 process: there is nothing to share out.
 """
 
