@@ -29,7 +29,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from lightning_mm5d.config.errors import ConfigError, nearest, one_of
 from lightning_mm5d.data.microbatch import leaves
@@ -93,10 +93,21 @@ class _Source:
 class _Joint:
     """A joined call, from its forward to its backward."""
 
-    def __init__(self, members: Sequence[int], calls: Sequence[RowCall], result: Any, units: RowUnits) -> None:
-        self.members, self.calls, self._result, self._units = members, calls, result, units
+    def __init__(
+        self, name: str, members: Sequence[int], calls: Sequence[RowCall], result: Any, units: RowUnits
+    ) -> None:
+        self.name, self.members, self.calls, self._result, self._units = name, members, calls, result, units
+        self._versions = [_versions(call) for call in calls]
         self.deferred: Deferred | None = None
         self.sources: dict[int, _Source] = {}
+
+    def has(self, member: int, call: RowCall) -> bool:
+        """Whether a microbatch calls the encoder with what it was called with for it."""
+        number = self.members.index(member)
+        there = self.calls[number]
+        if there.form != call.form or self._versions[number] != _versions(there):
+            return False
+        return all(map(is_same_argument, call.values.values(), there.values.values()))
 
     def rows(self, member: int) -> Any:
         """Return the result of one microbatch."""
@@ -105,9 +116,8 @@ class _Joint:
     def _taken(self, number: int, tensor: Tensor, ends: Sequence[int]) -> Tensor:
         rows = tensor[ends[number] : ends[number + 1]]
         if tensor.requires_grad:
-            rows = rows.detach().requires_grad_()
             source = self.sources.setdefault(id(tensor), _Source(tensor, ends))
-            source.leaves[number] = rows
+            rows = source.leaves.setdefault(number, rows.detach().requires_grad_())  # of one at two places
         own = rows.clone()  # a step may write to it
         mark_dependent(own)
         return own
@@ -125,6 +135,11 @@ class _Joint:
                 run.backward(edges, gradients)  # type: ignore[arg-type]
         if self.deferred is not None and run.deferred is not None:
             run.deferred.take(self.deferred)
+
+
+def _versions(call: RowCall) -> list[int]:
+    """How often each tensor among the arguments of a call has been written."""
+    return [version_of(one) for one in call.values.values() if isinstance(one, Tensor)]
 
 
 @dataclass
@@ -292,17 +307,14 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             return self._apart(f"only the first call of {name} in a step is joined", original, args, kwargs)
         self._called.add(name)
         group, member = self._group, self._member
-        joint = next((one for one in group.joints if member in one.members), None)
+        joint = next((one for one in group.joints if one.name == name and member in one.members), None)
         if joint is None:
             joint = self._join(name, modality, compute, own)
             if joint is None:
                 return original(*args, **kwargs)
-        else:
-            there = joint.calls[joint.members.index(member)]
-            same = there.form == own.form and all(map(is_same_argument, own.values.values(), there.values.values()))
-            if not same:
-                why = f"{name} gets other inputs than in a first look, such as random ones"
-                return self._apart(why, original, args, kwargs)
+        elif not joint.has(member, own):
+            why = f"{name} gets other inputs than in a first look, such as random ones"
+            return self._apart(why, original, args, kwargs)
         return joint.rows(member)
 
     def _join(self, name: str, modality: str, compute: Compute, own: RowCall) -> _Joint | None:
@@ -325,7 +337,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             deferred = None if before is None else Deferred()
             with meanwhile(run, deferred=deferred):
                 result = compute(*args, **kwargs)
-            joint = _Joint(members, calls, result, shape)
+            joint = _Joint(name, members, calls, result, shape)
             joint.deferred = deferred
             try:
                 rows_of_call(result, shape, calls, 0, lambda *_: None)
@@ -447,7 +459,10 @@ class MicrobatchesPerCall(Feature):
             for path in encoder.owns:
                 part = module.get_submodule(path) if has_module(module, path) else torch.nn.Module()
                 for where, one in part.named_modules(prefix=path):
-                    if isinstance(one, _BatchNorm) and one.training:
+                    has_statistics = isinstance(one, _NormBase) and (
+                        isinstance(one, _BatchNorm) or one.track_running_stats
+                    )
+                    if has_statistics and one.training:
                         rule = f"{where} ({type(one).__name__}) in training mode computes with all items of a call"
                         fix = f"Call eval() on {where} in __init__ or configure_model, or leave it unset"
                         raise ConfigError(field, size, rule, fix)
