@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_mm5d.schedule import Action, Kind
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.tools.planner.flights import StageFlight, flown
@@ -40,3 +42,14 @@ def test_weight_gradients_that_are_put_off_keep_what_they_are_made_of() -> None:
         1310 + kept,
     )
     assert flight((Kind.F, 0), (Kind.I, 0), (Kind.W, 0), (Kind.F, 1), (Kind.B, 1)) == (1310, 1310 + 14)
+
+
+def test_a_joined_call_holds_all_its_microbatches_from_the_first_forward_to_the_last_backward() -> None:
+    joined = replace(stage(), per_call=2, joins=[True, True], working=[5, 5])
+    actions = [Action(kind, STAGE, number) for kind, number in ((Kind.F, 0), (Kind.F, 1), (Kind.B, 0), (Kind.B, 1))]
+    found = flown(actions, {STAGE: joined})
+    assert found.activations == 2 * 1310
+    assert found.peak == 2 * 1310
+    apart = [actions[0], Action(Kind.B, STAGE, 0), *actions[1:2], actions[3]]
+    early = flown(apart, {STAGE: joined})
+    assert early.activations == 1310 + 310, "the first forward computes the second microbatch, too"
