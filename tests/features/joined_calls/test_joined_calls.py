@@ -110,7 +110,9 @@ def test_weights_are_those_of_one_process(name: str) -> None:
     seen = found[0][2]
     assert not [text for _, texts, _ in found for text in texts]
     calls = 4 if name in ("replicas", "turns") else 8
-    assert seen == {("forward", 4): calls, ("backward", 4): calls}
+    # hooks in an encoder also see stand-ins of it, in another stage of its rank
+    found_calls = {key: count for key, count in seen.items() if key != ("forward", 2)}
+    assert found_calls == {("forward", 4): calls, ("backward", 4): calls}
 
 
 def several(run: Run) -> Any:
@@ -123,8 +125,11 @@ def several(run: Run) -> Any:
     ):
         found.append(fit(run, **fields)[0])
     found.append(fit(run, Frozen)[0])
-    found.append(fit(run, Dependent)[0])
     return found
+
+
+def dependent(run: Run) -> Any:
+    return fit(run, Dependent), fit(run, Dependent, microbatches_per_call=1)
 
 
 def several_dp(run: Run) -> Any:
@@ -141,3 +146,10 @@ def test_shared_states() -> None:
     """two replicas of everything: ranks 0-1"""
     expected = alone(several_dp)
     assert_same(together(SHARED, several_dp, num_microbatches=2)[0], expected)
+
+
+def test_calls_whose_rows_depend_on_each_other_are_made_one_by_one_with_a_warning() -> None:
+    """vision: rank 0; language: rank 1"""
+    (joined, told, _), (single, *_) = together(PAIR, dependent)[0]
+    assert_same(joined, single)
+    assert any("together" in text for text in told)
