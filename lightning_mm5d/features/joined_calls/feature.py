@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from lightning_mm5d.config.errors import ConfigError, nearest, one_of
+from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.microbatch import leaves
 from lightning_mm5d.data.random_state import all_states, kept_random_state, pack_states, seed_all, seed_of
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
@@ -437,24 +437,18 @@ class MicrobatchesPerCall(Feature):
     """The field `Modality.pipeline.microbatches_per_call`."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
-        self._count, self._calls = fields.get("num_microbatches"), list[JoinedCalls]()
+        self._calls = list[JoinedCalls]()
 
     def check(self, module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
         """Refuse what cannot compute several microbatches in one call."""
         for name, modality in plan.modalities.items():
             field, size = f"modalities.{name}.pipeline.microbatches_per_call", modality.pipeline.microbatches_per_call
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(field, size, "It must be a whole number of at least 1", "Use 1, or leave it unset")
             if size == 1:
                 continue
             encoder = plan.partition.encoders.get(name)
             if encoder is None or encoder.runs_after:
                 rule = "It joins calls of an encoder that nothing feeds, and this modality is none"
                 raise ConfigError(field, size, rule, "Leave it unset here")
-            if self._count is not None and self._count % size:
-                near = nearest(size, lambda n: self._count % n == 0)
-                rule = f"It divides num_microbatches={self._count}"
-                raise ConfigError(field, size, rule, f"Use {one_of(near)}")
             self._check_fields(field, size, name, plan)
             for path in encoder.owns:
                 part = module.get_submodule(path) if has_module(module, path) else torch.nn.Module()
