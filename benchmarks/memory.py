@@ -1,4 +1,4 @@
-"""Estimated over measured memory of each rank in a training step: 3 models x 16 layouts, in at most 3 processes.
+"""Estimated over measured memory of each rank in a training step: 3 models x 17 layouts, in at most 3 processes.
 
 Measured is the highest resident memory from the second batch to the last one, less what the process had before it built
 the model. Before that it trains a small model of the same kind in the same layout, so that libraries are loaded and
@@ -87,6 +87,7 @@ CASES = {
     "activations offloaded": Case(
         2, {"memory": {"offload": ["activations"]}}, {"memory": {"offload": ["activations"]}}, 4, "gpipe"
     ),
+    "joined calls": Case(2, {"pipeline": {"microbatches_per_call": 4}}, {}),
     "states offloaded": Case(2, {"memory": {"offload": ["optimizer"]}}, {"memory": {"offload": ["optimizer"]}}),
 }
 

@@ -338,7 +338,7 @@ class _Estimate:
         working: list[int] = []
         away: list[bool] = []
         joins: list[bool] = []
-        sizes = [plan.modalities[member.modality].pipeline.microbatches_per_call for member in order]
+        calls = {member: plan.modalities[member.modality].pipeline.microbatches_per_call for member in order}
         counted: set[int] = set()  # one that several units use gets its gradient in the backward of the first of them
         for member in order:
             units, span = plan.partition.units[member], span_of(cuts[member], plan.partition.stages[member.modality])
@@ -354,9 +354,10 @@ class _Estimate:
                 gradients.append(sum(sizes.values()))
                 laid.append(sum(size for name, size in sizes.items() if self._is_laid(name, rank)))
                 away.append("activations" in plan.modalities[member.modality].offloads)
-                joins.append(plan.modalities[member.modality].pipeline.microbatches_per_call > 1)
+                joins.append(calls[member] > 1)
         passed = self._passed(key, members, cuts)
-        return StageFlight(kept, working, gradients, away, passed, has_backward, laid, put_off, max(sizes), joins)
+        size = max(calls.values())
+        return StageFlight(kept, working, gradients, away, passed, has_backward, laid, put_off, size, joins)
 
     def _is_laid(self, name: str, rank: int) -> bool:
         """Whether a gradient has memory from the start of a step: ranks sum all of it."""

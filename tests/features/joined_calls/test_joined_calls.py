@@ -19,6 +19,7 @@ from features.toys import (
     SHARED,
     TWINS,
     VISION,
+    WIDTH,
     Layout,
     Run,
     Toy,
@@ -27,7 +28,7 @@ from features.toys import (
     together,
     weights,
 )
-from lightning_mm5d import Modality
+from lightning_mm5d import ConfigError, Modality, MultimodalStrategy
 from lightning_mm5d.config.groups import with_fields
 from lightning_mm5d.sharded.torch_internals import in_backward
 
@@ -61,6 +62,35 @@ class Frozen(Toy):
         self.encoder.requires_grad_(False)
 
 
+class Adapted(Watched):
+    """Its encoder is frozen but for an adapter beside its first layer, as with LoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.requires_grad_(False)
+        up = self.encoder.layers[0].up
+        up.adapter = torch.nn.Sequential(torch.nn.Linear(WIDTH, 2), torch.nn.Linear(2, 2 * WIDTH)).double()
+        up.register_forward_hook(lambda layer, inputs, out: out + layer.adapter(*inputs))
+
+
+class Dropping(Watched):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.encoder.layers:
+            layer.dropout.p = 0.5
+
+
+class Single(Toy):
+    """Of float32, which autocast casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss(batch | {"images": batch["images"].float()})
+
+
 class Dependent(Toy):
     """Its encoder computes with all images of a call, so that calls are not joined."""
 
@@ -70,7 +100,11 @@ class Dependent(Toy):
 
 
 def fit(
-    run: Run, made: Callable[[], Any] = Watched, **fields: Any
+    run: Run,
+    made: Callable[[], Any] = Watched,
+    options: dict[str, Any] = {},  # noqa: B006
+    samples: int = 16,
+    **fields: Any,
 ) -> tuple[dict[str, Tensor], list[str], Counter[Any]]:
     if run.layout is not None:
         modalities = run.layout.modalities
@@ -82,7 +116,7 @@ def fit(
     module = made()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        run.trainer(max_epochs=2).fit(module, run.training())
+        run.trainer(max_epochs=2, **options).fit(module, run.training(samples))
     texts = [str(one.message) for one in told if "microbatches_per_call" in str(one.message)]
     return weights(module), texts, Counter(SEEN)
 
@@ -124,8 +158,19 @@ def several(run: Run) -> Any:
         {"microbatches_per_call": 4},
     ):
         found.append(fit(run, **fields)[0])
-    found.append(fit(run, Frozen)[0])
+    found += [fit(run, made)[0] for made in (Frozen, Adapted)]
+    found.append(fit(run, options={"accumulate_grad_batches": 2})[0])
+    for size in (2, 4):
+        found += [fit(run, samples=8 + rest, microbatches_per_call=size)[0] for rest in (3, 5)]
     return found
+
+
+def dropped(run: Run) -> Any:
+    return [fit(run, Dropping, microbatches_per_call=size) for size in (1, 2, 2)]
+
+
+def cast(run: Run) -> Any:
+    return [fit(run, Single, {"precision": "bf16-mixed"}, microbatches_per_call=size) for size in (1, 4)]
 
 
 def dependent(run: Run) -> Any:
@@ -136,8 +181,8 @@ def several_dp(run: Run) -> Any:
     return [fit(run, zero_stage=stage)[0] for stage in (1, 2, 3)]
 
 
-def test_other_fields_of_the_encoder() -> None:
-    """vision: rank 0; language: rank 1"""
+def test_other_fields_of_the_encoder_adapters_accumulation_and_last_groups_of_any_size() -> None:
+    """vision: rank 0; language: rank 1; the last batch has three or five samples for four microbatches"""
     expected = alone(several)
     assert_same(together(PAIR, several)[0], expected)
 
@@ -153,3 +198,27 @@ def test_calls_whose_rows_depend_on_each_other_are_made_one_by_one_with_a_warnin
     (joined, told, _), (single, *_) = together(PAIR, dependent)[0]
     assert_same(joined, single)
     assert any("together" in text for text in told)
+
+
+def test_dropout_draws_once_for_a_group_and_the_same_in_each_run() -> None:
+    """vision: rank 0; language: rank 1"""
+    (single, *_), (joined, told, seen), (again, *_) = together(PAIR, dropped)[0]
+    assert_same(joined, again)
+    assert not told
+    assert seen["forward", 4] == seen["backward", 4] == 8
+    assert not all(torch.equal(joined[name], single[name]) for name in joined)
+
+
+def test_autocast_gives_what_single_calls_give_to_rounding() -> None:
+    """vision: rank 0; language: rank 1"""
+    (single, *_), (joined, told, _) = together(PAIR, cast)[0]
+    assert not told
+    for name, value in single.items():
+        torch.testing.assert_close(joined[name], value, rtol=2e-2, atol=2e-3)
+
+
+def test_a_number_that_does_not_divide_that_of_microbatches_is_refused() -> None:
+    for size, rule in ((3, "It divides num_microbatches=4. Use 2 or 4"), (0, "It is a whole number of at least 1")):
+        vision = with_fields(Modality(), microbatches_per_call=size)
+        with pytest.raises(ConfigError, match=rf"^modalities\.vision\.pipeline\.microbatches_per_call: .*{rule}"):
+            MultimodalStrategy({"vision": vision, "language": Modality()}, batching={"num_microbatches": 4})

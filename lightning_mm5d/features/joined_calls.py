@@ -200,13 +200,13 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
         @wraps(original, updated=())
         def call(*args: Any, **kwargs: Any) -> Any:
             run = runtime.active
-            if run is None or run is not self._run or runtime.guard.is_dry or modality not in run.stage.cuts:
+            if run is None or runtime.guard.is_dry or modality not in run.stage.cuts or run is not self._run:
                 return original(*args, **kwargs)
-            if self._looks and not is_joined:
+            if is_joined:
+                return self._call(boundary.name, modality, original, args, kwargs)
+            if self._looks:
                 raise _Reached
-            return (
-                self._call(boundary.name, modality, original, args, kwargs) if is_joined else original(*args, **kwargs)
-            )
+            return original(*args, **kwargs)
 
         self.put_attribute(module, method, call)
 
@@ -469,7 +469,7 @@ class MicrobatchesPerCall(Feature):
             held |= found if name in found else set()
         for other in sorted(held):
             modality = plan.modalities[other]
-            alone = {
+            alone: dict[str, tuple[object, object]] = {
                 "sharding.reshard_after_forward": (modality.sharding.reshard_after_forward, False),
                 "pipeline.interleaved_microbatches": (modality.pipeline.interleaved_microbatches, 1),
                 "memory.offload": ("activations" in modality.offloads, False),

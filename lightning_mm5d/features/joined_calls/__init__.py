@@ -1,1 +1,0 @@
-"""One call of an encoder for several microbatches: ``Modality.pipeline.microbatches_per_call``."""
