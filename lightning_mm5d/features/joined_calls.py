@@ -247,9 +247,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
     def backward(self, run: Run, action: Action) -> Iterator[None]:
         """Go on through the encoder after the backward of the last microbatch of a joined call."""
         yield
-        group = self._groups.get((action.stage, action.microbatch))
-        if group is None:
-            return
+        group = self._groups.get((action.stage, action.microbatch), _Group([]))
         group.passed.add(action.microbatch)
         for joint in [one for one in group.joints if group.passed.issuperset(one.members)]:
             group.joints.remove(joint)
@@ -313,8 +311,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             if joint is None:
                 return original(*args, **kwargs)
         elif not joint.has(member, own):
-            why = f"{name} gets other inputs than in a first look, such as random ones"
-            return self._apart(why, original, args, kwargs)
+            return self._apart(f"{name} gets other inputs than in a first look", original, args, kwargs)
         return joint.rows(member)
 
     def _join(self, name: str, modality: str, compute: Compute, own: RowCall) -> _Joint | None:
@@ -325,7 +322,12 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             self._tell(f"{name} is called alone, because inputs of neighbouring microbatches have unlike shapes")
         mates = [at for at, (other, call) in group.found.items() if other == name and call.form == own.form]
         members, calls = [self._member, *mates], [own, *(group.found[at][1] for at in mates)]
-        form = name, own.form, own.rows is None, any(one.training for _, one in self._parts(modality))
+        has_rows = [  # also by chance: what is proved without is no proof
+            isinstance(one, Tensor) and all(len(call.values[key]) == call.items for call in calls)
+            for key, one in own.values.items()
+        ]
+        is_training = any(one.training for _, one in self._parts(modality))
+        form = name, own.form, own.rows is None, tuple(has_rows), is_training
         if not mates or self._units_of.get(form, True) is None:
             return None
         try:
@@ -453,10 +455,8 @@ class MicrobatchesPerCall(Feature):
             for path in encoder.owns:
                 part = module.get_submodule(path) if has_module(module, path) else torch.nn.Module()
                 for where, one in part.named_modules(prefix=path):
-                    has_statistics = isinstance(one, _NormBase) and (
-                        isinstance(one, _BatchNorm) or one.track_running_stats
-                    )
-                    if has_statistics and one.training:
+                    has_statistics = isinstance(one, _BatchNorm) or getattr(one, "track_running_stats", False)
+                    if isinstance(one, _NormBase) and has_statistics and one.training:
                         rule = f"{where} ({type(one).__name__}) in training mode computes with all items of a call"
                         fix = f"Call eval() on {where} in __init__ or configure_model, or leave it unset"
                         raise ConfigError(field, size, rule, fix)

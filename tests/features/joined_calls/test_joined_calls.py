@@ -20,6 +20,7 @@ from features.toys import (
     TWINS,
     VISION,
     WIDTH,
+    Encoder,
     Layout,
     Run,
     Toy,
@@ -89,6 +90,24 @@ class Single(Toy):
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return super().loss(batch | {"images": batch["images"].float()})
+
+
+class WithTable(Encoder):
+    def forward(self, images: Tensor, table: Tensor | None = None) -> Tensor:
+        assert table is not None
+        return super().forward(images) * table.sum(0)
+
+
+class Tabled(Toy):
+    """Its encoder takes a table of one row, which has as many rows as items where a microbatch has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.__class__ = WithTable
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        table = torch.full((1, WIDTH), 0.5, dtype=torch.float64)
+        return self.decoder(batch["tokens"], self.encoder(batch["images"], table))
 
 
 class Dependent(Toy):
@@ -169,6 +188,10 @@ def dropped(run: Run) -> Any:
     return [fit(run, Dropping, microbatches_per_call=size) for size in (1, 2, 2)]
 
 
+def tabled(run: Run) -> Any:
+    return [fit(run, Tabled, samples=12, microbatches_per_call=size)[:2] for size in (1, 2)]
+
+
 def cast(run: Run) -> Any:
     return [fit(run, Single, {"precision": "bf16-mixed"}, microbatches_per_call=size) for size in (1, 4)]
 
@@ -207,6 +230,14 @@ def test_dropout_draws_once_for_a_group_and_the_same_in_each_run() -> None:
     assert not told
     assert seen["forward", 4] == seen["backward", 4] == 8
     assert not all(torch.equal(joined[name], single[name]) for name in joined)
+
+
+def test_a_table_that_has_as_many_rows_as_items_by_chance_is_not_joined() -> None:
+    """vision: rank 0; language: rank 1; microbatches of two samples, then of one"""
+    (single, _), (joined, told) = together(PAIR, tabled)[0]
+    assert_same(joined, single)
+    assert len(told) == 1
+    assert "encoder is called alone" in told[0]
 
 
 def test_autocast_gives_what_single_calls_give_to_rounding() -> None:
