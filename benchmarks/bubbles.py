@@ -21,7 +21,7 @@ from statistics import mean
 from turns import row
 
 from lightning_mm5d.schedule import Graph, Node, build, place, simulate
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 
 SIZES = [(ranks, ranks * times) for ranks, times in product((4, 8, 16), (1, 2, 4))]
 EQUAL = (1.0, 1.0, 1.0)

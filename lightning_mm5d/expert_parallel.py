@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.layout.even_split import even_ranges
+from lightning_mm5d.layout.layout import even_ranges
 from lightning_mm5d.sharded.shards import Range
 
 Exchange = Callable[[Tensor, Tensor, Tensor], Tensor]

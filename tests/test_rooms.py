@@ -67,7 +67,7 @@ WORDS = {
     "the pipeline": ("lightning_mm5d.schedule", "lightning_mm5d.stage", "lightning_mm5d.engine"),
     "Lightning": ("lightning", "lightning_utilities", "pytorch_lightning", "torchmetrics"),
 }
-NAMES_OF_STAGES = "lightning_mm5d.schedule.stage_key"
+NAMES_OF_STAGES = "lightning_mm5d.schedule.graph"
 # Outside of the trainer, features and the strategy.
 KNOW_LIGHTNING = {
     "data.samplers",

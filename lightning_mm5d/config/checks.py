@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, get_args, get_type_hints
 
-from lightning_mm5d.config.errors import ConfigError, did_you_mean, nearest, one_of
+from lightning_mm5d.config.errors import ConfigError, did_you_mean, one_of
 from lightning_mm5d.config.features import parts, refuse_absent
 from lightning_mm5d.config.groups import ContextOptions, PipelineTemplate, path_of, value_of
 from lightning_mm5d.config.modality import (
@@ -103,7 +103,6 @@ def check(
         check_memory(f"modalities.{name}", modality)
         _check_sequence_parallel(f"modalities.{name}", modality)
         _check_vocabulary(f"modalities.{name}.tensor.make_vocab_size_divisible_by", modality)
-        _check_call(f"modalities.{name}.pipeline.microbatches_per_call", modality, num_microbatches)
     _check_owners(modalities)
     for name in modalities:
         _check_feeds(name, modalities, main)
@@ -360,14 +359,6 @@ def _check_microbatches(number: object, size: object) -> None:
     if number is not None:
         rule = f"num_microbatches={number!r} says into how many microbatches a batch is split already"
         raise ConfigError("batching.microbatch_size", size, rule, "Set one of the two")
-
-
-def _check_call(field: str, modality: Modality, number: object) -> None:
-    size = modality.pipeline.microbatches_per_call
-    check_count(field, size)
-    if isinstance(number, int) and number % size:
-        near = nearest(size, lambda n: number % n == 0)
-        raise ConfigError(field, size, f"It divides num_microbatches={number}", f"Use {one_of(near)}")
 
 
 def check_count(field: str, value: object, most: int = MOST) -> None:

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from lightning_mm5d.context_parallel.masks.mask import Cache
-from lightning_mm5d.layout.even_split import even_ranges
+from lightning_mm5d.layout.layout import even_ranges
 from lightning_mm5d.sharded.sequence import Range, TokenSplit
 
 CLOSE = 256

@@ -24,7 +24,7 @@ import torch
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.lazy import LazyTensor, Waiting
 from lightning_mm5d.data.packed_images import REMEDY, PackedTokens, Path, counted_ways, kind_of, packed_rows
-from lightning_mm5d.layout.even_split import even_lengths
+from lightning_mm5d.layout.layout import even_lengths
 
 # Where tensors disagree on dim 0, the first of these names on which they do agree says what a sample is.
 _SAMPLE_WISE = (

@@ -26,7 +26,7 @@ from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data_parallel.shared_parameters import Fetch, Groups, SharedParameter, SharedParameters
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.remote_value import tensors_of
 from lightning_mm5d.sharded.removable import Removable
 

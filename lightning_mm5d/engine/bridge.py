@@ -41,7 +41,7 @@ from lightning_mm5d.engine.ordered_transport import Wire
 from lightning_mm5d.engine.transport import UNKNOWN, Channel, Shapes
 from lightning_mm5d.plan.plan import Plan, encoding_of
 from lightning_mm5d.plan.topology import pairs_of
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.collectives import Encoding, TensorGroup, message_device
 from lightning_mm5d.sharded.torch_internals import all_gather_single
 

@@ -46,7 +46,7 @@ from lightning_mm5d.engine.step import Step, StepGathers, count_of, meeting
 from lightning_mm5d.engine.transport import UNKNOWN, Shapes
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.stage import Deferred, GraphEndError, Payload, Run, Runtime, SharedBuffers, StageError, StageView
 from lightning_mm5d.stage.payload import PARTS

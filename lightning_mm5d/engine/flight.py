@@ -29,7 +29,7 @@ from lightning_mm5d.engine.promises import marked
 from lightning_mm5d.engine.step import Scope, Step
 from lightning_mm5d.engine.transport import Shapes
 from lightning_mm5d.schedule import Action
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.stage import Payload, Run
 
 Arrivals = list[tuple[Any, list[Tensor]]]

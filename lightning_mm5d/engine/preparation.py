@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from lightning_mm5d.engine.bridge import Bridge, Bridges
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Grouping, Kind, Schedule, is_table
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.schedule.issue_order import IssueOrder
-from lightning_mm5d.schedule.stage_key import StageKey
 
 
 class Receipt(NamedTuple):

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mm5d.engine.step import Step
 from lightning_mm5d.engine.transport import Shapes
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.stage import Payload
 
 _MOST = 4096  # microbatch shapes of a stage that can be promised, so that ever new ones do not fill the memory

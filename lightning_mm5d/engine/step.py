@@ -26,7 +26,7 @@ from lightning_mm5d.expert_parallel import Experts, Products
 from lightning_mm5d.plan.issued import why_apart
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.collectives import backend_of, warn_on_first_rank
 from lightning_mm5d.stage import Deferred, DeferredProducts, Runtime, StageView
 

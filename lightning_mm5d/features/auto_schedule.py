@@ -21,7 +21,7 @@ from graphlib import TopologicalSorter
 from itertools import accumulate, cycle, product
 from typing import NamedTuple
 
-from lightning_mm5d.schedule.graph import Graph, Node, Schedule
+from lightning_mm5d.schedule.graph import Graph, Node, Schedule, StageKey
 from lightning_mm5d.schedule.greedy import (
     PATIENCE,
     Pipeline,
@@ -34,7 +34,6 @@ from lightning_mm5d.schedule.greedy import (
     turns,
     zero_bubble,
 )
-from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.schedule.validate import ScheduleError
 
 

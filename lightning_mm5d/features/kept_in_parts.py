@@ -37,7 +37,7 @@ from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
 from lightning_mm5d.partition.parts import holds_metrics
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.source.trees import own_functions, tree_of

@@ -24,12 +24,12 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.features import part_of
 from lightning_mm5d.config.groups import PipelineTemplate, path_of
 from lightning_mm5d.config.modality import Modality, consumers_of
-from lightning_mm5d.layout.even_split import even_lengths
+from lightning_mm5d.layout.layout import even_lengths
 from lightning_mm5d.partition.costs import Kept, Unit, balance, costed, depends_on_cut, kept_of, step_costs, units
 from lightning_mm5d.partition.find import find, position
 from lightning_mm5d.partition.parts import Parts
 from lightning_mm5d.partition.step_uses import Boundary, Encoder, Found
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 
 _CUTS = 8  # that are tried where the costs of layers depend on the cut
 

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_mm5d.expert_parallel import ExpertLayer, parameters_of
-from lightning_mm5d.layout.even_split import even_ranges
+from lightning_mm5d.layout.layout import even_ranges
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sums import summed_by
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.shards import Range, Shard
 
 _BALANCED = 1.05  # the largest share over an even one with which the first dim is taken

@@ -21,9 +21,8 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sums import sums_of
 from lightning_mm5d.plan.topology import pairs_of
 from lightning_mm5d.schedule import Action, AnySchedule, Graph, IssueOrder, Kind, Message, Schedule, ScheduleError
-from lightning_mm5d.schedule.graph import dependencies
+from lightning_mm5d.schedule.graph import StageKey, dependencies
 from lightning_mm5d.schedule.issue_order import Operation, Step, can_meet, check_streams, gathers
-from lightning_mm5d.schedule.stage_key import StageKey
 
 
 class SumTiming(NamedTuple):

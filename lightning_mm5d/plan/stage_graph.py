@@ -34,7 +34,7 @@ from lightning_mm5d.schedule import (
     side_by_side,
     simulate,
 )
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.tensor_parallel.resolve import Division
 
 

@@ -14,7 +14,7 @@ from lightning_mm5d.config.modality import Modality, Where, consumers_of, runnin
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import Partition, StageCut
 from lightning_mm5d.schedule import Action, Schedule, pp_rank_of
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 
 
 def pairs_of(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int]]:

@@ -54,8 +54,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from lightning_mm5d.schedule.graph import Action, Graph, Kind, Schedule
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import Action, Graph, Kind, Schedule, StageKey
 from lightning_mm5d.schedule.validate import simulate
 
 _SAME_TIME = 1e-9

@@ -59,8 +59,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_mm5d.schedule.graph import Action, Graph, Kind, Schedule, cost, dependencies
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import Action, Graph, Kind, Schedule, StageKey, cost, dependencies
 from lightning_mm5d.schedule.validate import ScheduleError, execution_order, validate
 
 

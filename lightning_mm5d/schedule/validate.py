@@ -30,8 +30,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from lightning_mm5d.schedule.graph import Action, Graph, Kind, Schedule, cost, dependencies
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import Action, Graph, Kind, Schedule, StageKey, cost, dependencies
 
 
 class ScheduleError(ValueError):

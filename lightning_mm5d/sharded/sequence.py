@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_mm5d.layout.even_split import even_lengths
+from lightning_mm5d.layout.layout import even_lengths
 from lightning_mm5d.sharded.class_operations import check_targets
 from lightning_mm5d.sharded.collectives import TensorGroup, copy, differentiable, message_device, view
 from lightning_mm5d.sharded.host_copies import on_device

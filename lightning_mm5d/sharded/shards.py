@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_mm5d.layout.even_split import even_ranges
+from lightning_mm5d.layout.layout import even_ranges
 
 Range = tuple[int, int]
 

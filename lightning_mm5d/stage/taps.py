@@ -50,7 +50,7 @@ from lightning_mm5d.config.errors import RemoteParameterError, private
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
 from lightning_mm5d.partition.parts import is_in
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.remote_value import LEAVING, Guard, Origin, is_remote, marked
 from lightning_mm5d.sharded.tensor import Group, functions_named
 from lightning_mm5d.stage.payload import Packer, copies, put, rebuild, tensors_in

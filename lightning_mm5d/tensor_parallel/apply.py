@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.layout.even_split import even_lengths
+from lightning_mm5d.layout.layout import even_lengths
 from lightning_mm5d.partition.parts import at, hidden_place, with_state
 from lightning_mm5d.sharded.class_operations import Columns
 from lightning_mm5d.sharded.collectives import TensorGroup, copy, exchange, reduce, scatter

@@ -22,7 +22,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.layout.even_split import even_blocks, even_ranges
+from lightning_mm5d.layout.layout import even_blocks, even_ranges
 from lightning_mm5d.nn import Embedding, Linear
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.shards import HeadRanges, Range, Shard, heads_of, joined, scaled

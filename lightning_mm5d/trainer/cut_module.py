@@ -18,7 +18,7 @@ from lightning_mm5d.expert_parallel import Experts
 from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
 from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.host_copies import HostCopies
 from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.sharded.removable import Removable

@@ -16,7 +16,7 @@ from lightning_mm5d.engine.engine import named
 from lightning_mm5d.engine.flight import Course, Recorder
 from lightning_mm5d.engine.step import Step
 from lightning_mm5d.schedule import Action, Kind
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 
 FORWARD = Action(Kind.F, StageKey.parse("language.1"), 3)
 BACKWARD = Action(Kind.B, StageKey.parse("language.1"), 3)

@@ -6,7 +6,7 @@ from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import Encoder, Partition, Parts, StageCut, Unit
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 
 LANGUAGE, VISION = StageKey("language", 0), StageKey("vision", 0)
 

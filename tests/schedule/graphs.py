@@ -8,7 +8,7 @@ from random import Random
 from lightning_mm5d.config.modality import Modality, for_schedule
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.schedule import Graph, Node, place
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.tools.planner.outcomes import sketch
 
 

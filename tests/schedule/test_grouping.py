@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_mm5d.schedule import SCHEDULES, Graph, Grouping, IssueOrder, Kind, Node, build, validate
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 
 
 def _graph(count: int) -> Graph:

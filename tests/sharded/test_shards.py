@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_mm5d.layout.even_split import even_ranges
+from lightning_mm5d.layout.layout import even_ranges
 from lightning_mm5d.sharded.shards import HeadRanges, Range, Segment, Shard, heads_of, joined, scaled
 
 

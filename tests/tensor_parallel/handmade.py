@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from lightning_mm5d import Modality
 from lightning_mm5d.config.modality import loss_modality_of
 from lightning_mm5d.engine.run_groups import Groups
-from lightning_mm5d.layout.even_split import even_ranges
-from lightning_mm5d.layout.layout import Layout
+from lightning_mm5d.layout.layout import Layout, even_ranges
 from lightning_mm5d.partition import partition
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mm5d.features.compressed_communication.encoding import Compression
-from lightning_mm5d.layout.even_split import even_lengths
+from lightning_mm5d.layout.layout import even_lengths
 from lightning_mm5d.sharded.collectives import TensorGroup, reduce
 from lightning_mm5d.sharded.tensor import from_local
 from lightning_mm5d.stage.deferred import Deferred

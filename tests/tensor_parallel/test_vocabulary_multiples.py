@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compare import tolerance
 from features.toys import Run, alone, assert_same, figures, together, weights
 from lightning_mm5d import ConfigError, Modality
-from lightning_mm5d.layout.even_split import even_blocks
-from lightning_mm5d.layout.layout import Layout
+from lightning_mm5d.layout.layout import Layout, even_blocks
 from parity.harness import Batches, fit, strategy
 from ranks import call_ranks, run_ranks
 from tensor_parallel.layouts import Compared, batches_of, build, check_all

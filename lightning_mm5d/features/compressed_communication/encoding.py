@@ -34,7 +34,7 @@ from torch import Tensor
 
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.features.compressed_communication.fields import Kind, communication_of
-from lightning_mm5d.layout.even_split import even_lengths
+from lightning_mm5d.layout.layout import even_lengths
 from lightning_mm5d.sharded.collectives import TensorGroup, Wait, owned, waits_on_device, with_length
 from lightning_mm5d.sharded.torch_internals import all_gather_single
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.features.grids.fields import grid_side
-from lightning_mm5d.layout.even_split import even_ranges
+from lightning_mm5d.layout.layout import even_ranges
 from lightning_mm5d.sharded.collectives import TensorGroup, differentiable
 from lightning_mm5d.sharded.operations import requires_grad, size_of
 from lightning_mm5d.sharded.shards import Across, Range, Shard

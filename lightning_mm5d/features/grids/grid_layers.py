@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and it
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.features.grids.block import Axis, Block, Frame, GridShape, Kind, Side, even_frame, scattered
 from lightning_mm5d.features.grids.grid_operations import Cube, Line, Norm, Panels, normed, on_full_width
-from lightning_mm5d.layout.even_split import even_lengths
+from lightning_mm5d.layout.layout import even_lengths
 from lightning_mm5d.partition.parts import Place, at, hidden_place, is_in, with_state
 from lightning_mm5d.sharded.collectives import differentiable
 from lightning_mm5d.sharded.removable import Removable

@@ -50,7 +50,7 @@ from lightning_mm5d.monitor.stack import readable
 from lightning_mm5d.partition.parts import holds_metrics
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import is_table
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.collectives import TensorGroup, warn_on_first_rank
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.sharded.removable import Removable

@@ -44,7 +44,7 @@ from lightning_mm5d.engine.codec import TreeChannel
 from lightning_mm5d.engine.step import Step
 from lightning_mm5d.features.lock_step.answers import Differentiable, Effects
 from lightning_mm5d.partition.parts import is_in
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import settled
 from lightning_mm5d.sharded.removable import meanwhile, put

@@ -40,7 +40,7 @@ from lightning_mm5d.data.lazy import Waiting
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course, Forward
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Kind
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.stage import Deferred, Run, Runtime
 from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.trainer.feature import Attached

@@ -46,7 +46,7 @@ from lightning_mm5d.features.shared_experts.token_exchange import (
     forward,
     recorded_forward,
 )
-from lightning_mm5d.layout.even_split import even_lengths
+from lightning_mm5d.layout.layout import even_lengths
 from lightning_mm5d.sharded.collectives import gather, scatter
 from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.sharded.tensor import Sharded, functions_named

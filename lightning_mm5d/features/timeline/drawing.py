@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_mm5d.schedule import Kind, Simulation, Span
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -27,7 +27,7 @@ from lightning_mm5d.engine.flight import Recorder
 from lightning_mm5d.features.timeline.drawing import SECONDS, chrome_trace, draw
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, AnySchedule, Graph, Kind, Schedule, Simulation, Span, measured, simulate
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 

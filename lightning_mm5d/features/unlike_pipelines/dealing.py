@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.samplers import MOVABLE, WRAPPERS
-from lightning_mm5d.layout.even_split import shared_out
+from lightning_mm5d.layout.layout import shared_out
 
 
 class DealtBatches(BatchSampler):

@@ -31,7 +31,7 @@ from lightning_mm5d.engine.bridge import Bridge, Bridges
 from lightning_mm5d.engine.run_groups import Groups, Wish
 from lightning_mm5d.engine.transport import FIRST_BYTES, UNKNOWN, Channel, Shapes
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.tools.planner.hollow_tensors import HollowTensors
 
 BACKEND = "mm5d_dryrun"

@@ -27,7 +27,7 @@ from lightning_mm5d.data.microbatch import copied
 from lightning_mm5d.engine.codec import TreeChannel
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.strategy import MultimodalStrategy
 from lightning_mm5d.tools.dryrun.answered import (

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lightning_mm5d.schedule import Action, Kind
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.tools.planner.activation_trace import Storages
 
 FAR = 3

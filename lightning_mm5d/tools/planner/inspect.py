@@ -27,7 +27,7 @@ from lightning_mm5d.partition import StageCut
 from lightning_mm5d.partition.costs import kept_of
 from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.tools.planner.rank_memory import RankMemory, Step, memory_of
 
 

@@ -32,7 +32,7 @@ from lightning_mm5d.partition.costs import Unit, costed, step_costs
 from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule, simulate
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.tools.planner.activation_trace import Storages, Trace, UnitUse, Work
 from lightning_mm5d.tools.planner.profile import Measured
 from lightning_mm5d.tools.planner.rank_memory import Step, span_of

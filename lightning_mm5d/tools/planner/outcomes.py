@@ -21,7 +21,7 @@ from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import Encoder, Partition, Parts, StageCut, Unit
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import SCHEDULES, AnySchedule, Graph, Schedule, Simulation, build, name_of, simulate
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.schedule.validate import label
 
 

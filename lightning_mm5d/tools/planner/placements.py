@@ -36,7 +36,7 @@ from lightning_mm5d.partition import Encoder, Partition, Parts, StageCut
 from lightning_mm5d.partition.costs import Unit, balance, costed, kept_of
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.tools.planner.rank_memory import span_of
 
 Sums = tuple[int, ...]

@@ -32,7 +32,7 @@ from lightning_mm5d.plan.issued import why_apart
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sums import summed_by
 from lightning_mm5d.schedule import AnySchedule, Graph
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.kept_results import operations_named
 from lightning_mm5d.tools.planner.activation_trace import Storages, Trace, UnitUse
 from lightning_mm5d.tools.planner.flights import Flight, Reduced, StageFlight, flown, reduced

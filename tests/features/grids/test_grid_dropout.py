@@ -22,7 +22,7 @@ from features.toys import Layout, Run, alone, assert_same, together, weights
 from lightning_mm5d import Modality
 from lightning_mm5d.config.groups import with_fields
 from lightning_mm5d.features.grids.block import GridShape
-from lightning_mm5d.layout.even_split import even_ranges
+from lightning_mm5d.layout.layout import even_ranges
 from parity.harness import Batches
 from tensor_parallel.test_dropout import Drawn, Noted, checkpointed, differ, recorded
 from zoo.case import VOCABULARY

@@ -7,7 +7,7 @@ import torch
 
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.features.grids.block import AXES, GridShape
-from lightning_mm5d.layout.even_split import even_ranges
+from lightning_mm5d.layout.layout import even_ranges
 from lightning_mm5d.sharded.shards import Shard
 
 SHAPES = {

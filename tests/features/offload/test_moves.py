@@ -22,7 +22,7 @@ from lightning_mm5d.features.offload.moves import (
     most_away,
 )
 from lightning_mm5d.schedule import Action, Kind
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 
 CPU = torch.device("cpu")
 STAGE = StageKey("language", 0)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_mm5d import Modality
 from lightning_mm5d.features.recomputation.feature import Recompute
 from lightning_mm5d.partition import StageCut, partition
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.stage import Runtime, StageView
 

@@ -24,7 +24,7 @@ from host_reads import HostReads
 from lightning_mm5d import Modality
 from lightning_mm5d.expert_parallel import Load
 from lightning_mm5d.features.device_figures import LoadFigures
-from lightning_mm5d.layout.even_split import even_ranges
+from lightning_mm5d.layout.layout import even_ranges
 from parity.harness import fit, strategy
 from ranks import call_ranks
 

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.features.unlike_pipelines.cuts import common_stages
-from lightning_mm5d.layout.even_split import even_lengths
+from lightning_mm5d.layout.layout import even_lengths
 from lightning_mm5d.partition.costs import step_costs
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.tools.cli.job import settle

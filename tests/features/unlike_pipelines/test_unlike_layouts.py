@@ -7,7 +7,7 @@ import pytest
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.layout import Layout
-from lightning_mm5d.layout.even_split import shared_out
+from lightning_mm5d.layout.layout import shared_out
 
 
 def build(world: int, **modalities: Modality) -> Layout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_mm5d.schedule import Action, Kind
-from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.tools.planner.flights import StageFlight, flown
 
 STAGE = StageKey("language", 0)

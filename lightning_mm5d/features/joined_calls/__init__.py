@@ -1,0 +1,1 @@
+"""One call of an encoder for several microbatches: ``Modality.pipeline.microbatches_per_call``."""
