@@ -249,7 +249,10 @@ def test_autocast_gives_what_single_calls_give_to_rounding() -> None:
 
 
 def test_a_number_that_does_not_divide_that_of_microbatches_is_refused() -> None:
-    for size, rule in ((3, "It divides num_microbatches=4. Use 2 or 4"), (0, "It is a whole number of at least 1")):
+    for size, rule in (
+        (3, "It divides num_microbatches=4. Use 2 or 4"),
+        (0, "It must be a whole number of at least 1"),
+    ):
         vision = with_fields(Modality(), microbatches_per_call=size)
         with pytest.raises(ConfigError, match=rf"^modalities\.vision\.pipeline\.microbatches_per_call: .*{rule}"):
             MultimodalStrategy({"vision": vision, "language": Modality()}, batching={"num_microbatches": 4})
