@@ -254,7 +254,7 @@ def _rows_of(samples: Sequence[int]) -> Callable[[Any, _Cut], Any]:
         if is_plain_sequence(node):
             return type(node)(node[row] for row in rows)
         if isinstance(node, torch.Tensor):
-            index = torch.tensor(rows, device=node.device)
+            index = torch.tensor(rows, dtype=torch.int64, device=node.device)
             return node.chosen(index, cut.dim) if isinstance(node, Waiting) else node.index_select(cut.dim, index)
         return node[:, rows] if cut.dim == 1 else node[rows]
 
