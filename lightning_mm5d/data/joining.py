@@ -67,7 +67,7 @@ def merge(
         samples: M numbers of samples; `Sizes` put the samples back into the order of the batch.
         where: path of the outputs in what the step gave, for warnings.
         tells: whether to warn of tensors that become a list because they have no rows of samples.
-        reads: whether to look at rows of whole numbers for such a warning, for which the host waits for a device.
+        reads: whether to look at rows of whole numbers, for a warning, also on a device, for which the host waits.
     """
     outputs, samples = list(outputs), samples if isinstance(samples, Sizes) else Sizes(samples)
     if len(outputs) != len(samples):
@@ -133,7 +133,7 @@ def _merge_tensors(outputs: list[torch.Tensor], samples: Sizes, where: str, tell
                 f"a tensor of {tuple(first.shape)} for {samples[0]} samples, is joined along dim {dims[0]}. "
                 "Where this is not the dim of samples, return another one first, or use microbatches of another size",
             )
-        if same_rows and reads and _count_up(outputs):
+        if same_rows and (reads or first.device.type == "cpu") and _count_up(outputs):
             _warn(
                 where,
                 "whole numbers that count up, start again in each microbatch. Take them from the batch, or set "
