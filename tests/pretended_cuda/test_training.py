@@ -9,6 +9,7 @@ import os
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -398,15 +399,15 @@ class Waits(Callback):
         self._counts = False
 
 
-def _giving_rows(module: Any, batch: Any, loss: Any) -> Any:
-    module.last = batch["input_ids"][:, 1]
+def _giving_rows(module: Any, batch: Any, step: Callable[[], Any]) -> Any:
+    loss, module.last = step(), batch["input_ids"][:, 1]
     return {"loss": loss, "first": batch["input_ids"][:, 0], "other": loss.detach() * 2}
 
 
-def _writing(module: Any, batch: Any, loss: Any) -> Any:
+def _writing(module: Any, batch: Any, step: Callable[[], Any]) -> Any:
     for parameter in module.parameters():
         parameter.data.clamp_(-1.0, 1.0)
-    return loss
+    return step()
 
 
 PIPED = {"pp_size": 2}
@@ -430,7 +431,7 @@ def steps_watched(rank: int, name: str) -> tuple[Counter[str], int]:
         module.__class__ = type(
             "Doing",
             (type(module),),
-            {"training_step": lambda self, batch, number: then(self, batch, step(self, batch, number))},
+            {"training_step": lambda self, batch, number: then(self, batch, lambda: step(self, batch, number))},
         )
     batches = [CASES["llama"].batch(4, seed=step) for step in range(5)]
     pretended_cuda.built().tell_of_waits(waits.note)
