@@ -43,7 +43,7 @@ from transformers.masking_utils import causal_mask_function, packed_sequence_mas
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.context_parallel.masks.mask import Cache, Caches, Mask
 from lightning_mm5d.context_parallel.masks.trace import MaskFunction
-from lightning_mm5d.sharded.host_copies import on_device
+from lightning_mm5d.data.lazy import on_device
 
 MODALITIES = 16
 GROUP_AT, DOCUMENT_AT = 16, 39
