@@ -197,11 +197,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        # before each rank looks for its device among those of the trainer
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         _validate(self._strategy, trainer, args[1:])
         if not self.cluster_environment.creates_processes_externally:  # else ranks meet first, and compare
             check_checkpoint(self._strategy, trainer, function, *args, **kwargs)
         _choose_port(self.cluster_environment)
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         # a rank alone gets no variables either, by which a later trainer would take itself for one of several
         if not self.is_interactive_compatible and not self.cluster_environment.creates_processes_externally:
             rank = self._strategy.node_rank * self.num_processes

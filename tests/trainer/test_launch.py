@@ -287,3 +287,17 @@ def test_a_process_that_waits_for_ranks_leaves_their_devices_alone(monkeypatch: 
     strategy = MultimodalStrategy()
     strategy.parallel_devices, strategy.cluster_environment = [torch.device("cuda", 0)], LightningEnvironment()
     strategy.build_in_full(pl.LightningModule())
+
+
+def test_ranks_that_the_trainer_has_no_devices_for_end_in_lightnings_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank of torchrun, also those whose device the trainer lacks."""
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    started = {"TORCHELASTIC_RUN_ID": "7", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in (ranks | started).items():
+        monkeypatch.setenv(name, value)
+    module = Stages()
+    module.vision, module.language = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    strategy = MultimodalStrategy(modalities={"vision": 1, "language": 1})
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match=r"devices=1.*does not match the world size \(2\)"):
+        trainer.fit(module)

@@ -6,36 +6,52 @@ second. Refuses keys that do not exist, and values that no cluster has.
 Links are measured by all processes at once, each with a partner: messages go there and back, small ones for the
 latency and large ones for the bandwidth. Partners are on one node for `inside`, and at the same place of two nodes for
 `between`. The slowest pair counts. A process that is alone starts two on this machine, over gloo.
+
+On CPUs the cores that compute layers move messages, too. So the overhead of a message inside a node is measured where
+all of it shows: in steps of two stages that compute next to nothing, by what each further microbatch takes.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 import yaml
+from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_mm5d.config.checks import check_count
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
+from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.config.tables import bytes_of
+from lightning_mm5d.strategy import MultimodalStrategy
 from lightning_mm5d.tools.cli.configuration import read_configuration
 from lightning_mm5d.tools.cli.terminal import write
 from lightning_mm5d.tools.planner.layout_costs import Cluster, Link
 
 _SMALL, _LARGE = 8, 2**24  # bytes of a message
+_FEW, _MANY = 2**12, 2**20  # bytes of a message between stages
+_COUNTS, _STEPS = (2, 10), 9  # microbatches of a step, and steps
 _NUMBERS = {
     "latency": (1e-12, 1e3, "5e-6"),
     "bandwidth": (1.0, 1e20, "25e9"),
+    "overhead": (0.0, 1e3, "1e-6"),
+    "overhead_per_byte": (0.0, 1.0, "1e-12"),
     "flops": (1.0, 1e20, "400e12"),
     "efficiency": (1e-6, 1.0, "0.4"),
     "memory_bandwidth": (1.0, 1e20, "2e12"),
@@ -63,8 +79,8 @@ def read_cluster(path: Path) -> Cluster:
     names = [each.name for each in fields(Link)]
     for kind, link in links.items():
         field = f"cluster.links.{kind}"
-        _check_keys(field, link, names, needed=names)
-        found[kind] = Link(**{name: _number(f"{field}.{name}", link[name]) for name in names})
+        _check_keys(field, link, names, needed=("latency", "bandwidth"))
+        found[kind] = Link(**{name: _number(f"{field}.{name}", number) for name, number in link.items()})
     return Cluster(**found)
 
 
@@ -81,9 +97,9 @@ def _check_keys(field: str, said: object, known: Collection[str], needed: Collec
 
 def _number(field: str, said: object) -> float:
     try:
-        number = float(said) if isinstance(said, (int, float, str)) and not isinstance(said, bool) else 0.0
+        number = float(said) if isinstance(said, (int, float, str)) and not isinstance(said, bool) else math.nan
     except ValueError:
-        number = 0.0
+        number = math.nan
     least, most, usual = _NUMBERS[field.rpartition(".")[2]]
     if not least <= number <= most:
         raise ConfigError(field, said, f"It is a number from {least:g} to {most:g}", f"Write for instance {usual}")
@@ -109,17 +125,22 @@ def measure_links(out: Path | None) -> int:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if has_gpu else "gloo")
     try:
-        text = _measured(device)
-        if dist.get_rank() == 0:
-            print(text, end="")
-            if out is not None:
-                write("--out", out, text)
+        cluster, note = _measured(device)
+        rank = dist.get_rank()
     finally:
         dist.destroy_process_group()
+    if not has_gpu and not cluster.ranks % 2 and "LOCAL_RANK" in os.environ:
+        cluster = replace(cluster, inside=_with_overhead(cluster))
+    if rank == 0:
+        text = note + as_yaml(cluster)
+        print(text, end="")
+        if out is not None:
+            write("--out", out, text)
     return 0
 
 
-def _measured(device: torch.device) -> str:
+def _measured(device: torch.device) -> tuple[Cluster, str]:
+    """Return the cluster, and a comment on what was not measured."""
     rank, world = dist.get_rank(), dist.get_world_size()
     hosts: list[Any] = [None] * world
     dist.all_gather_object(hosts, os.environ.get("GROUP_RANK", "") + socket.gethostname())
@@ -137,7 +158,75 @@ def _measured(device: torch.device) -> str:
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     memory = memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // size
     cluster = Cluster(nodes=len(nodes), ranks=size, memory=memory, flops=flops, memory_bandwidth=moved, **links)
-    return note + as_yaml(cluster)
+    return cluster, note
+
+
+def _with_overhead(cluster: Cluster) -> Link:
+    """The links inside a node with the overhead of a message on CPUs, by steps of two stages on every two ranks."""
+    sizes, taken = (_FEW, _MANY), []
+    for size in sizes:
+        few, many = (_step_seconds(cluster, size, count) for count in _COUNTS)
+        layer, hidden = _Layer(), torch.ones(1, size // 4, requires_grad=True)
+        alone = _timed(lambda: layer(hidden).sum().backward(), torch.device("cpu"), rounds=10)  # noqa: B023
+        # forward and backward, each with one message
+        taken.append(max(((many - few) / (_COUNTS[1] - _COUNTS[0]) - alone) / 2, 0.0))
+    each = max((taken[1] - taken[0]) / (sizes[1] - sizes[0]), 0.0)
+    return replace(cluster.inside, overhead=max(taken[0] - sizes[0] * each, 0.0), overhead_per_byte=each)
+
+
+class _Layer(nn.Module):
+    """Computes next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.ones(())), nn.Identity()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden * self.scale)
+
+
+class _TwoLayers(L.LightningModule):
+    """Notes when its steps begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.language, self.began = nn.Sequential(_Layer(), _Layer()), list[float]()
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.language(batch).mean()
+
+    def on_train_batch_start(self, *_: object) -> None:
+        self.began.append(time.perf_counter())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def _step_seconds(cluster: Cluster, size: int, count: int) -> float:
+    """The median step of `count` microbatches that send messages of `size` bytes, the first steps left out."""
+    module = _TwoLayers()
+    strategy = MultimodalStrategy(
+        modalities={"language": Modality(pp_size=2, dp_size=cluster.size // 2)},
+        schedule="gpipe",
+        batching={"num_microbatches": count},
+    )
+    data: Any = torch.ones(_STEPS * count * cluster.size // 2, size // 4)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = L.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=cluster.ranks,
+            num_nodes=cluster.nodes,
+            max_steps=_STEPS,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(data, batch_size=count))
+    return median(after - before for before, after in pairwise(module.began[3:]))
 
 
 def _there_and_back(other: int | None, rank: int, size: int, device: torch.device) -> float:

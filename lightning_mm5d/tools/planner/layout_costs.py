@@ -15,6 +15,8 @@ A message of n bytes takes ``alpha + n * beta`` seconds: alpha is the latency of
 There are two classes of links, inside a node and between nodes; a group that spans nodes goes at the pace of the
 latter. Collectives are rings of p ranks, and pairwise for all-to-all (R. Thakur, R. Rabenseifner, W. Gropp,
 *Optimization of Collective Communication Operations in MPICH*, IJHPCA 19, 2005). A group of one rank takes no time.
+Where links have an overhead, each end of a message between stages computes nothing for ``o + n * O`` seconds (T.
+Hoefler, T. Schneider, A. Lumsdaine, *LogGOPSim*, HPDC 2010): on CPUs the cores of layers move messages, too.
 """
 
 from __future__ import annotations
@@ -43,14 +45,22 @@ class Link:
     Attributes:
         latency: seconds of an empty message, alpha.
         bandwidth: bytes per second of one rank while all ranks of its node send.
+        overhead: seconds in which a stage that sends or receives a message computes nothing, o.
+        overhead_per_byte: the same for each byte, O.
     """
 
     latency: float
     bandwidth: float
+    overhead: float = 0.0
+    overhead_per_byte: float = 0.0
 
     def message(self, size: float) -> float:
         """Return the seconds of a message of `size` bytes from one rank to another."""
         return self.latency + size / self.bandwidth
+
+    def taken(self, size: float) -> float:
+        """Return the seconds that each end of a message of `size` bytes does not compute."""
+        return self.overhead + size * self.overhead_per_byte
 
     def all_gather(self, ranks: int, size: float) -> float:
         """Return the seconds until each of `ranks` has all `size` bytes, of which each had an equal part.
@@ -222,12 +232,17 @@ class LayoutCosts:
     def timed(self, plan: Plan, samples: int) -> Plan:
         """Return the plan with its units in seconds."""
         found: dict[StageKey, tuple[Unit, ...]] = {}
+        messages = self._messages(plan, samples)
         for name, cuts in plan.partition.stages.items():
             modality = plan.modalities[name]
             width = modality.tp_size * modality.cp_size  # by which graphs divide
             row = [unit.scaled(width) for unit in self.units(name, modality, samples)]
             again = costed(row, plan.partition.kept.get(name, ()))
-            found |= {cut.name: tuple(again[span_of(cut, cuts)]) for cut in cuts}
+            for cut in cuts:
+                *others, last = again[span_of(cut, cuts)]
+                stage = plan.topology.stage_of[cut.name]
+                taken = sum(link.taken(size) for edge, (link, size) in messages.items() if stage in edge)
+                found[cut.name] = (*others, _with_messages(last, taken * width))
         modalities = {name: replace(modality, cost=None) for name, modality in plan.modalities.items()}
         return replace(plan, modalities=modalities, partition=replace(plan.partition, units=found))
 
@@ -290,8 +305,18 @@ class LayoutCosts:
 
     def _transfers(self, plan: Plan, samples: int) -> Callable[[StageKey, StageKey], float]:
         """Seconds of a message between two stages: ranks of the sender share it, those of the receiver gather it."""
-        trace, topology = self.trace(plan.modalities, samples), plan.topology
         known: dict[frozenset[StageKey], float] = {}
+        for (source, target), (link, size) in self._messages(plan, samples).items():
+            receivers, tp = plan.topology.instances(target)[0], plan.modalities[target.modality].tp_size
+            parts = min(plan.modalities[source.modality].tp_size, tp)
+            within = self.cluster.link(receivers[:tp]).all_gather(tp, size * parts) if parts > 1 else 0.0
+            known[frozenset((source, target))] = link.message(size) + within
+        return lambda source, target: known[frozenset((source, target))]
+
+    def _messages(self, plan: Plan, samples: int) -> dict[tuple[StageKey, StageKey], tuple[Link, float]]:
+        """For stages that send to each other their link, and the bytes that one rank sends of a microbatch."""
+        trace, topology = self.trace(plan.modalities, samples), plan.topology
+        found = {}
         for source, target in topology.edges:
             size = 0
             for name, cuts in plan.partition.stages.items():
@@ -300,12 +325,19 @@ class LayoutCosts:
                         size += sum(trace.units[name][cut.first + 1].hidden.values())
                 if name in topology.consumes.get(target, ()) and topology.stage_of[cuts[-1].name] == source:
                     size += sum(trace.exits[name].values())
-            senders, receivers = topology.instances(source)[0], topology.instances(target)[0]
-            link, tp = self.cluster.link((senders[0], receivers[0])), plan.modalities[target.modality].tp_size
-            parts = min(plan.modalities[source.modality].tp_size, tp)
-            within = self.cluster.link(receivers[:tp]).all_gather(tp, size) if parts > 1 else 0.0
-            known[frozenset((source, target))] = link.message(size / parts) + within
-        return lambda source, target: known[frozenset((source, target))]
+            link = self.cluster.link((topology.instances(source)[0][0], topology.instances(target)[0][0]))
+            parts = min(plan.modalities[one.modality].tp_size for one in (source, target))
+            found[source, target] = link, size / parts
+        return found
+
+
+def _with_messages(unit: Unit, taken: float) -> Unit:
+    """The unit of a stage whose messages take so long of its forward, and as long of its backward."""
+    forward = unit.forward + taken
+    recomputed = unit.recomputed * unit.forward / forward
+    return replace(
+        unit, forward=forward, recomputed=recomputed, backward=(unit.backward * unit.forward + taken) / forward
+    )
 
 
 def _on_ranks(one: float, two: float, ranks: int) -> float:

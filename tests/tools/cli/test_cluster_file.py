@@ -29,6 +29,13 @@ def test_a_file_is_read_with_numbers_as_people_write_them(tmp_path: Path) -> Non
     assert read_cluster(tmp_path / "again.yaml") == found
 
 
+def test_overheads_of_messages_are_optional_and_may_be_nothing(tmp_path: Path) -> None:
+    link = "inside: {latency: 5e-6, bandwidth: 3e11, overhead: 1e-3, overhead_per_byte: 0}"
+    found = read(tmp_path, f"{GOOD}, links: {{{link}}}")
+    assert found.inside == Link(5e-6, 3e11, 1e-3, 0.0)
+    assert found.between.overhead == 0.0
+
+
 LATENCY = "cluster.links.inside.latency: got 0. It is a number from 1e-12 to 1000. Write for instance 5e-6"
 
 
@@ -50,6 +57,10 @@ LATENCY = "cluster.links.inside.latency: got 0. It is a number from 1e-12 to 100
         (f"{GOOD}, flops: .inf", "cluster.flops: got inf"),
         (f"{GOOD}, memory_bandwidth: .nan", "cluster.memory_bandwidth: got nan"),
         (f"{GOOD}, links: {{inside: {{latency: 0, bandwidth: 1}}}}", LATENCY),
+        (
+            f"{GOOD}, links: {{inside: {{latency: 1, bandwidth: 1, overhead: -1}}}}",
+            "cluster.links.inside.overhead: got -1",
+        ),
         ("nodes: 1000000, ranks: 100000, memory: 1GiB", "cluster.nodes * ranks: got 100000000000"),
         (f"nodes: 2, ranks: 4, memory: {'9' * 400}", "cluster.memory: got 999"),
         ("nodes: 2, ranks: 4, memory: much", "cluster.memory: got 'much'"),
@@ -68,4 +79,5 @@ def test_links_of_two_processes_are_measured_here(tmp_path: Path, capfd: pytest.
     assert (found.nodes, found.ranks) == (1, 2)
     assert 0 < found.inside.latency < 1
     assert found.inside.bandwidth > 1e6
+    assert 0 <= found.inside.overhead < 1
     assert yaml.safe_load(capfd.readouterr().out)["nodes"] == 1

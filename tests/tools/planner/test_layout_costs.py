@@ -97,6 +97,18 @@ def test_a_step_of_replicas_waits_for_their_sums_but_not_for_what_a_backward_hid
     assert step(Link(1e-6, 1e6), 1e3) == pytest.approx(slow, rel=0.01)
 
 
+@pytest.mark.parametrize("recomputation", ["none", "full"])
+def test_each_end_of_a_message_takes_its_overhead_of_the_forward_and_of_the_backward(recomputation: str) -> None:
+    fields = {"language": {"activation_checkpointing": recomputation}}
+    link, count = Link(0.0, 1e30, overhead=10.0), 2
+    two = searching("llama", 2, fields=fields, inside=link, flops=1e15, memory_bandwidth=1e15)
+    plan = two.plan_of({"language": replace(two.plan.modalities["language"], pp_size=2)})
+    # both stages are as long as their message, and the second begins when the first has sent
+    seconds = two.costs.step_time(plan, "gpipe", 2, count, count).seconds
+    assert seconds == pytest.approx(2 * (count + 1) * 10.0, rel=1e-6)
+    assert Link(0.0, 1.0, 10.0, 0.5).taken(4) == 12.0
+
+
 def test_measured_backwards_scale_backwards_and_forwards_alone_scale_both(one: LayoutSearch) -> None:
     plain = one.costs.units("language", Modality(), 2)
 
