@@ -96,7 +96,12 @@ class Contrastive(Ordinary):
             self.scale.clamp_(0, 1.55)
 
 
-@row(SECTION, "a penalty on gradients of images, `create_graph=True`, logged beside the loss", tolerance=1e-8)
+@row(
+    SECTION,
+    "a penalty on gradients of images, `create_graph=True`, logged beside the loss",
+    tolerance=1e-8,
+    differs={"replicas": "the penalty is of the mean loss of a replica's own batch, as under DDP"},
+)
 class Penalised(Ordinary):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images = batch["images"].clone().requires_grad_()
@@ -334,7 +339,6 @@ def adversarial(run: Run) -> dict[str, Any]:
 @row(
     SECTION,
     "k folds: a new trainer and `load_state_dict` of the first weights for each fold, means of `validate`",
-    differs=DDP_ORDER,
 )
 def folds(run: Run) -> dict[str, Any]:
     samples, module, scores = Samples(24), Tested(), []
@@ -409,6 +413,7 @@ class Indexed(Samples):
 @row(
     SECTION,
     "two iterators in a `dict` of loaders by `CombinedLoader('max_size_cycle')`, weights of tasks by their last losses",
+    differs={"replicas": "each replica weighs tasks by its own losses, as under DDP"},
 )
 def tasks(run: Run) -> dict[str, Any]:
     class Tasks(Ordinary):
