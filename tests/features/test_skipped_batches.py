@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from features.toys import PIPE, SHARED, TWINS, Layout, Run, Toy, assert_same, outcomes, together, weights
-
-PLAIN = Layout(None, 2, 2)  # type: ignore[arg-type]
+from features.toys import PIPE, SHARED, TWINS, Run, Toy, assert_same, outcomes, together, weights
 
 
 class Skipping(Toy):
@@ -98,7 +96,7 @@ def skipped_by_one(run: Run) -> Any:
 
 def test_hooks_run_on_a_replica_that_skips_a_batch_for_which_another_gives_gradients() -> None:
     """two plain replicas: ranks 0-1"""
-    first, second = together(PLAIN, skipped_by_one, num_microbatches=1)
+    first, second = together(SHARED, skipped_by_one, num_microbatches=1, loss_weight="samples")
     assert [found[0] for found in first[0]] == [0, 1, 2, 3]
     assert all(float(gradient.abs().sum()) > 0 for gradient in first[0][1][1:])
     assert_same(second, first)
