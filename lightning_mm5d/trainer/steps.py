@@ -518,10 +518,8 @@ class Steps:
             found[number] = self._replicas[number].results.share(merged if is_source else None)
             if self.compares and merged is not None and number == self._own and not is_source:
                 check = merged.check_equal(found[number])
-                if self._unchecked is not None and self._device.type == "cuda":  # which the host does not wait for
-                    check, self._unchecked = self._unchecked, check
-                check()
-                self._unchecked = self._unchecked or check
+                before, self._unchecked = self._unchecked, check if self._device.type == "cuda" else None
+                (before or check)()  # on a GPU that of the step before, for which the host does not wait
         return found
 
     def _shown(self, found: Mapping[int, StepResult], values: KeptValues) -> StepResult:

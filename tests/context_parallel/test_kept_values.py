@@ -29,6 +29,7 @@ class Keeps(Layer):
         super().__init__(**options)
         self.calls, self.means = 0, list[float]()
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("total", torch.zeros((), dtype=torch.long))
 
     def forward(self, hidden: Tensor) -> Tensor:
         result = super().forward(hidden)
@@ -39,11 +40,12 @@ class Keeps(Layer):
         self.calls += 1
         self.means.append(float(self.calls))
         self.count += 1
+        self.total = self.total + 1
         return result
 
 
 PARTS = ("hidden", "average", "number", "rows")
-COUNTS = ("calls", "means", "count")
+COUNTS = ("calls", "means", "count", "total")
 
 
 class Reads(Callback):

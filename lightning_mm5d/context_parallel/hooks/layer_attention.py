@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -509,7 +509,7 @@ class Interface:
                 attention.masks.note(mask)
         found = ContextMask.of(mask, dtype if id(config) in self._adds else torch.bool)
         if skips:
-            found.is_left_out = partial(_has_no_padding, padding)
+            found.is_left_out = cache(partial(_has_no_padding, padding))  # for a device the host waits once
         return found
 
 

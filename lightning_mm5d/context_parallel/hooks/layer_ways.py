@@ -194,8 +194,8 @@ def _compare(
 @contextmanager
 def _put_back(layer: nn.Module) -> Iterator[None]:
     """Enter around runs in eval mode, after which attributes and buffers of the layer are what they were."""
-    before = [(vars(part), {**vars(part)}) for part in layer.modules()]
-    public = [value for _, values in before for name, value in values.items() if not name.startswith("_")]
+    before = [(held, {**held}) for part in layer.modules() for held in (vars(part), part._buffers)]
+    public = [one for part in layer.modules() for name, one in vars(part).items() if not name.startswith("_")]
     inside = [(value, copy(value)) for value in public if type(value) in (list, dict, set)]
     tensors = [value for value in (*public, *layer.buffers()) if type(value) is Tensor and not value.is_inference()]
     kept = [(value, value._version, value.detach().clone()) for value in tensors]
