@@ -458,14 +458,9 @@ class MultimodalStrategy(CheckpointStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """As Lightning's own, but with gradients summed over ranks before `on_after_backward` shows them to users."""
-        module, run = self._module("backward"), self._run("backward")
         self.pre_backward(closure_loss)
-        if not (run.is_plain or module.automatic_optimization):
-            closure_loss = closure_loss / run.plan.layout.num_replicas  # ranks sum gradients
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        with run.optimization.synced(), run.optimization.publishing():
-            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        optimization = self._run("backward").optimization
+        closure_loss = optimization.backward(closure_loss, self.precision_plugin, optimizer, *args, **kwargs)
         self.post_backward(closure_loss)
         return closure_loss
 

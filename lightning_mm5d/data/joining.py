@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_mm5d.data.lazy import on_device
 from lightning_mm5d.data.microbatch import Microbatch, children_of, is_array, is_plain_sequence, leaves, rebuilt
 
 
@@ -46,7 +47,9 @@ class Sizes(tuple[int, ...]):
         return [row for _, row in sorted(zip(self.order, rows, strict=True), key=itemgetter(0))]
 
 
-def merge(outputs: Sequence[Any], samples: Sequence[int], where: str = "", *, tells: bool = True) -> Any:
+def merge(
+    outputs: Sequence[Any], samples: Sequence[int], where: str = "", *, tells: bool = True, reads: bool = True
+) -> Any:
     """Joins what M microbatches returned into what the batch would have returned.
 
     Tensors and NumPy arrays with one row per sample, and lists with one element per sample, are concatenated; floats
@@ -64,6 +67,7 @@ def merge(outputs: Sequence[Any], samples: Sequence[int], where: str = "", *, te
         samples: M numbers of samples; `Sizes` put the samples back into the order of the batch.
         where: path of the outputs in what the step gave, for warnings.
         tells: whether to warn of tensors that become a list because they have no rows of samples.
+        reads: whether to look at rows of whole numbers, for a warning, also on a device, for which the host waits.
     """
     outputs, samples = list(outputs), samples if isinstance(samples, Sizes) else Sizes(samples)
     if len(outputs) != len(samples):
@@ -72,7 +76,7 @@ def merge(outputs: Sequence[Any], samples: Sequence[int], where: str = "", *, te
     if len(outputs) == 1:
         return first
     if all(isinstance(output, torch.Tensor) for output in outputs):
-        return _merge_tensors(outputs, samples, where, tells)
+        return _merge_tensors(outputs, samples, where, tells, reads)
     if all(isinstance(output, int) for output in outputs) and not any(isinstance(output, bool) for output in outputs):
         return _merge_integers(outputs, samples, where)
     if all(isinstance(output, float) for output in outputs):
@@ -89,7 +93,7 @@ def merge(outputs: Sequence[Any], samples: Sequence[int], where: str = "", *, te
         if any(list(other) != list(fields[0]) for other in fields):
             return outputs
         inside = {step: [other[step] for other in fields] for step in fields[0]}
-        merged = [merge(one, samples, f"{where}[{step!r}]", tells=tells) for step, one in inside.items()]
+        merged = [merge(one, samples, f"{where}[{step!r}]", tells=tells, reads=reads) for step, one in inside.items()]
         return rebuilt(first, merged)
     return first if all(output == first for output in outputs) else outputs
 
@@ -107,7 +111,7 @@ def _warn(where: str, what: str) -> None:
     warnings.warn(f"what a step gave{f' in {where}' if where else ''}, {what}", stacklevel=2)
 
 
-def _merge_tensors(outputs: list[torch.Tensor], samples: Sizes, where: str, tells: bool) -> Any:
+def _merge_tensors(outputs: list[torch.Tensor], samples: Sizes, where: str, tells: bool, reads: bool) -> Any:
     first = outputs[0]
     if all(output.ndim == 0 and output.dtype == torch.bool for output in outputs):
         return first if all(torch.equal(output, first) for output in outputs) else outputs
@@ -129,7 +133,7 @@ def _merge_tensors(outputs: list[torch.Tensor], samples: Sizes, where: str, tell
                 f"a tensor of {tuple(first.shape)} for {samples[0]} samples, is joined along dim {dims[0]}. "
                 "Where this is not the dim of samples, return another one first, or use microbatches of another size",
             )
-        if same_rows and _count_up(outputs):
+        if same_rows and (reads or first.device.type == "cpu") and _count_up(outputs):
             _warn(
                 where,
                 "whole numbers that count up, start again in each microbatch. Take them from the batch, or set "
@@ -140,7 +144,8 @@ def _merge_tensors(outputs: list[torch.Tensor], samples: Sizes, where: str, tell
         joined = torch.cat(outputs, dims[0])
         if samples.order is None:
             return joined
-        return joined.index_select(dims[0], torch.tensor(samples.order, device=joined.device).argsort())
+        places = torch.tensor(samples.order, device="cpu").argsort()
+        return joined.index_select(dims[0], on_device(places, joined.device))
     if all(torch.equal(output, first) for output in outputs):
         return first
     if tells and first.ndim:

@@ -88,9 +88,12 @@ class Waiting(Tensor):
         return self._moved
 
     def chosen(self, index: Tensor, dim: int) -> Waiting:
-        """Return the rows at the numbers `index` along `dim`, which wait, too; nobody may write to the tensor since."""
+        """Return the rows at the host's numbers `index` along `dim`, which wait, too.
+
+        Nobody may write to the tensor since.
+        """
         form = self._host.to("meta").index_select(dim, index.to("meta"))
-        return Waiting(form, self.device, lambda: self.moved().index_select(dim, index))
+        return Waiting(form, self.device, lambda: self.moved().index_select(dim, on_device(index, self.device)))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,6 +120,13 @@ class Waiting(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def on_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """Return a copy of the host's `x` on `device`, which the host does not wait for."""
+    if torch.device(device).type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)  # torch keeps pinned memory until it is read
+    return x.to(device, copy=True)
 
 
 def _values(tensor: Waiting) -> Tensor:
@@ -331,7 +341,7 @@ class LazyTensor(Waiting):
         return self._of(self._cut(start, end)) if self._moved is None else self._moved[start:end]
 
     def chosen(self, index: Tensor, dim: int) -> Waiting:
-        """Return the rows at the numbers `index` along `dim`."""
+        """Return the rows at the host's numbers `index` along `dim`."""
         if dim or self._moved is not None:  # what was read may have been written to
             return super().chosen(index, dim)
         numbers = index.tolist()

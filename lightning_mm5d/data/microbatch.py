@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.lazy import LazyTensor, Waiting
+from lightning_mm5d.data.lazy import LazyTensor, Waiting, on_device
 from lightning_mm5d.data.packed_images import REMEDY, PackedTokens, Path, counted_ways, kind_of, packed_rows
 from lightning_mm5d.layout.layout import even_lengths
 
@@ -254,8 +254,10 @@ def _rows_of(samples: Sequence[int]) -> Callable[[Any, _Cut], Any]:
         if is_plain_sequence(node):
             return type(node)(node[row] for row in rows)
         if isinstance(node, torch.Tensor):
-            index = torch.tensor(rows, device=node.device)
-            return node.chosen(index, cut.dim) if isinstance(node, Waiting) else node.index_select(cut.dim, index)
+            index = torch.tensor(rows, dtype=torch.int64, device="cpu")
+            if isinstance(node, Waiting):
+                return node.chosen(index, cut.dim)
+            return node.index_select(cut.dim, on_device(index, node.device))
         return node[:, rows] if cut.dim == 1 else node[rows]
 
     return take

@@ -11,7 +11,8 @@ the LightningModule. The *home* of a module is the last stage that holds any of 
 
 Private attributes are left alone, and those that code of libraries keeps in its modules. One of more than `_LARGE`
 elements, or that cannot be sent, is not sent, as a warning tells. Neither is one of a home that serves several
-replicas, or of which a replica has several, whose ranks hold what their own microbatches leave. An attribute of a
+replicas, or of which a replica has several, whose ranks hold what their own microbatches leave. An attribute of which
+ranks that share layers or sequences hold unlike parts is left as it is, and told of by a warning. An attribute of a
 user's own class that the first step of an epoch leaves alone and a later one changes is told of by a warning. Not seen
 are attributes of metrics, and those that change in steps without a schedule.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -64,6 +66,10 @@ _SHARED_OUT = (
 _NOT_SENT = (
     "{step}: {name!r} of {path!r} is too large to be sent to other ranks, or holds what cannot be sent: hooks on these "
     "find there what it was. Return it from the step, or keep less of it."
+)
+_PART = (
+    "{step}: {name!r} of {path!r} is not whole: {count} ranks share its layers or its sequences, and hooks find "
+    "on each what it computed of its own part. Keep a value that is whole on each rank, as results of the step are."
 )
 _OF_TORCH = frozenset(vars(nn.Module()))
 
@@ -113,16 +119,17 @@ class _Watched(Attached, AroundSteps):
     def agree(self, step: Any, number: int, changed: Sequence[str]) -> list[str]:
         """Return the paths that any rank of a replica has changed, and note them; collective over its ranks."""
         own, paths = set(changed), [*self.modules]
-        bits = self._most(number, [path in own for path in paths])
+        bits = self.most(number, [path in own for path in paths])
         found = [path for path, bit in zip(paths, bits, strict=True) if bit]
         self._known[step.name, number] = step.epoch, found
         return found
 
     def fails(self, number: int, fails: bool) -> bool:
         """Return whether a step fails on any rank of a replica; collective over these."""
-        return self._most(number, [fails])[0]
+        return self.most(number, [fails])[0]
 
-    def _most(self, number: int, bits: Sequence[bool]) -> list[bool]:
+    def most(self, number: int, bits: Sequence[bool]) -> list[bool]:
+        """Return which of `bits` are set on any rank of a replica; collective over these."""
         group = self._host(number) or self._groups.replicas.get(number)
         if group is None:
             return [*bits]
@@ -139,6 +146,10 @@ class _Watched(Attached, AroundSteps):
     def has_own_homes(self, path: str) -> bool:
         """Whether each replica has a home of its own for a module."""
         return len(self.plan.topology.instances(self.homes[path])) == self.plan.layout.num_replicas
+
+    def sharers(self, path: str) -> int:
+        """Return how many ranks share the layers or the sequences of a module that has a home in each replica."""
+        return len(self.plan.topology.instances(self.homes[path])[0]) if self.has_own_homes(path) else 1
 
     def is_here(self, path: str) -> bool:
         """Whether this rank computes a module."""
@@ -245,6 +256,8 @@ class _Step(AroundStep):
         for number in numbers:
             known = self._known[number]
             paths = self._watched.agree(self._step, number, changed) if known is None else known
+            if known is None:
+                self._tell_of_parts(number, [path for path in paths if self._watched.sharers(path) > 1], changes)
             for src in sorted({self._watched.source(path, number) for path in paths if has_edges}):
                 own_paths = [path for path in paths if src == self._watched.rank == self._watched.source(path, number)]
                 rows = [[path, self._sent(path, changes.get(path))] for path in own_paths]
@@ -258,6 +271,22 @@ class _Step(AroundStep):
         for path, change in changes.items() if has_edges and not self._is_first else ():
             if change is not None and change[1] and not self._watched.has_own_homes(path):
                 self._say(_SHARED_OUT, path, change[1][0][0])
+
+    def _tell_of_parts(self, number: int, paths: Sequence[str], changes: Mapping[str, list[Any] | None]) -> None:
+        """Tell of attributes that differ between the ranks that share a module; collective over a replica."""
+        own: dict[str, dict[str, list[float]]] = {}
+        for path in paths:
+            names = [name for name, _ in (changes.get(path) or ["entries", (), ()])[1]]
+            own[path] = {name: _digest(vars(self._watched.modules[path]).get(name)) for name in names}
+        rows = list[Any]()
+        for src in sorted({self._watched.source(path, number) for path in paths}):
+            sent = [[path, [*own[path].items()]] for path in paths if self._watched.source(path, number) == src]
+            rows += self._watched.exchange(number, src, sent)
+        found = [(path, name, digest) for path, digests in rows for name, digest in digests]
+        differs = [path in self._here and not _agree(own[path].get(name), digest) for path, name, digest in found]
+        for (path, name, _), is_part in zip(found, self._watched.most(number, differs), strict=True) if found else ():
+            if is_part and self._watched.source(path, number) == self._watched.rank:
+                self._say(_PART, path, name)
 
     def _keep_own(self, module: nn.Module, values: Mapping[str, Any], sent: Collection[str]) -> None:
         """Put back what the code of a module has computed on this rank, too, and its home has not sent."""
@@ -288,7 +317,8 @@ class _Step(AroundStep):
 
     def _say(self, text: str, path: str, name: str) -> None:
         if self._watched.is_news(type(self._watched.modules[path]), name):
-            warnings.warn(text.format(step=self._step.name, name=name, path=path), stacklevel=3)
+            count = self._watched.sharers(path)
+            warnings.warn(text.format(step=self._step.name, name=name, path=path, count=count), stacklevel=3)
 
     def _tell(self, changed: Sequence[str]) -> None:
         for path in changed:
@@ -313,6 +343,23 @@ def _numbers(module: nn.Module) -> dict[str, float]:
         if type(value) in (int, float):
             found[name] = float(value)
     return found
+
+
+def _digest(value: Any) -> list[float]:
+    """Sizes and sums of the tensors and numbers in a value."""
+    found = list[float]()
+    for leaf in tree_leaves(value):
+        if type(leaf) is Tensor and not (is_remote(leaf) or leaf.is_meta):
+            found += [float(leaf.numel()), abs(leaf.detach() * 1.0).sum(dtype=torch.float64).item()]
+        elif type(leaf) in (int, float):
+            found.append(float(leaf))
+    return found
+
+
+def _agree(own: list[float] | None, other: list[float]) -> bool:
+    pairs = [*zip(own or (), other, strict=False)]
+    same = all(math.isclose(*pair, rel_tol=1e-6) or all(map(math.isnan, pair)) for pair in pairs)
+    return own is not None and len(own) == len(other) and same
 
 
 def _crosses(change: list[Any]) -> bool:

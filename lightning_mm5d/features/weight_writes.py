@@ -91,6 +91,7 @@ class _Step(AroundStep):
         self._step, self._written = step, step.weights_written
         self._norms = dict[str, Tensor]()  # of those that runs have written to
         self._counts = dict[str, int]()
+        self._doubts: list[tuple[Tensor, str, str]] = []  # whether a write is refused, to which weight, and why
 
     def forward(self, run: Run, action: Action) -> AbstractContextManager[Any]:
         """Watch one run."""
@@ -112,17 +113,29 @@ class _Step(AroundStep):
             self._written[name] = max(count, self._written.get(name, 0))
             if is_remote(self._weights[name]):
                 continue
-            if self._counts.setdefault(name, count) != count and (early is None or name in early.changed):
-                raise self._refusal(name, "and one has ended between two writes")
+            norm = _norm(self._weights[name])
+            if self._counts.setdefault(name, count) != count:
+                changes = [torch.ones_like(norm[0]).bool()] if early is None else early.changes.get(name, [])
+                self._doubts += [(one, name, "and one has ended between two writes") for one in changes]
             if self._step.fails:
                 raise self._refusal(name, "and this one has ended before its end, and would run once more")
-            norm = _norm(self._weights[name])
-            if not _are_equal(self._norms.setdefault(name, norm), norm):
-                raise self._refusal(name, "and would write as often")
-            if early is not None and name in early.found:
-                raise self._refusal(
-                    name, "and computes with the weight before it writes: later runs with what earlier ones left"
-                )
+            self._doubts.append((_differ(self._norms.setdefault(name, norm), norm), name, "and would write as often"))
+            if early is not None and name in early.used_before:
+                why = "and computes with the weight before it writes: later runs with what earlier ones left"
+                self._doubts.append((~early.changes[name][0], name, why))
+        if all(one.device.type == "cpu" for one, _, _ in self._doubts):  # for others the host would wait in the midst
+            self.end()
+
+    def end(self) -> None:
+        """Refuse what runs have written; the host waits for the device once."""
+        doubts, self._doubts = self._doubts, []
+        if not doubts:
+            return
+        device = doubts[0][0].device
+        are_refused = torch.stack([one.to(device) for one, _, _ in doubts]).tolist()
+        for is_refused, (_, name, why) in zip(are_refused, doubts, strict=True):
+            if is_refused:
+                raise self._refusal(name, why)
 
     def _refusal(self, name: str, why: str) -> ConfigError:
         rule = f"The step runs for each microbatch and stage, {why}"
@@ -227,15 +240,15 @@ def _state(weight: Tensor) -> tuple[int, int]:
 
 
 class _Order(TorchFunctionMode):
-    """Notes weights with which a run computes, for gradients, before a first write that changes nothing.
+    """Notes what writes change, and weights with which a run computes, for gradients, before the first of them.
 
     Args:
         weights: those that earlier runs have written to, by name.
         counts_all: whether it computes for no gradients, so that all computing counts.
 
     Attributes:
-        found: their names.
-        changed: names of those that a write has changed.
+        changes: whether each write has changed a weight, by name, on the device of the weight.
+        used_before: names of the weights with which it computes before it writes to them.
     """
 
     def __init__(self, weights: Weights, *, counts_all: bool = False) -> None:
@@ -243,8 +256,8 @@ class _Order(TorchFunctionMode):
         self._counts_all = counts_all
         self._weights, self._ids = weights, {id(one): name for name, one in weights.items()}
         self._used = set[str]()
-        self._done = set[str]()
-        self.found, self.changed = set[str](), set[str]()
+        self.changes: dict[str, list[Tensor]] = {}
+        self.used_before = set[str]()
 
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -257,14 +270,11 @@ class _Order(TorchFunctionMode):
         if not targets and (self._counts_all or torch.is_grad_enabled()):
             self._used |= {
                 self._ids[id(one)] for one in tree_leaves((args, kwargs)) if id(one) in self._ids
-            } - self._done
+            } - self.changes.keys()
         result = func(*args, **kwargs)
         for name, norm in written.items():
-            if not _are_equal(norm, _norm(self._weights[name])):
-                self.changed.add(name)
-            elif name in self._used and name not in self._done:
-                self.found.add(name)
-            self._done.add(name)
+            self.changes.setdefault(name, []).append(_differ(norm, _norm(self._weights[name])))
+        self.used_before |= self._used & written.keys()
         return result
 
     def _is_among(self, weight: Tensor, targets: set[int]) -> bool:
@@ -282,9 +292,10 @@ def _norm(weight: Tensor) -> Tensor:
     return torch.cat([torch.linalg.vector_norm(weight).view(1), parts])
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether norms are equal; of what rests elsewhere both are NaN."""
-    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+def _differ(one: Tensor, other: Tensor) -> Tensor:
+    """Return whether norms differ, on the device of `one`; of what rests elsewhere both are NaN."""
+    other = other.to(one.device)
+    return ((one != other) & ~(one.isnan() & other.isnan())).any()
 
 
 def _address(tensor: Tensor) -> int:

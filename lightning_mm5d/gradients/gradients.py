@@ -79,6 +79,11 @@ def skipped(device: torch.device, publish: Callable[[Tensor], None] = lambda _: 
     return published(torch.zeros((), device=device), publish).as_subclass(_Skipped)
 
 
+def is_skipped(loss: Any) -> bool:
+    """Whether `loss` is one of `skipped`, or computed from it."""
+    return isinstance(loss, _Skipped)
+
+
 _KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 

@@ -196,7 +196,7 @@ def _shares(tokens: Any, token_budget: int, pixels: Any, pixel_budget: int | Non
         if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
             raise ConfigError(name, budget, "It is a whole number of at least 1", "Use 8192, for instance")
         column = np.asarray(sizes, dtype=np.float64)
-        if column.shape != (len(tokens),) or (column < 0).any():
+        if column.shape != (len(tokens),) or not (column >= 0).all():
             got = f"{column.shape} for {len(tokens)} samples"
             raise ConfigError(name, got, "There is one size of at least 0 for each sample", "Give a list of lengths")
         if (over := np.flatnonzero(column > budget)).size:

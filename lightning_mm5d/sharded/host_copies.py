@@ -197,13 +197,6 @@ class _Place:
         self.key = key
 
 
-def on_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """Return a copy of the host's `x` on `device`, which the host does not wait for."""
-    if torch.device(device).type == "cuda":
-        return x.pin_memory().to(device, non_blocking=True)  # torch keeps pinned memory until it is read
-    return x.to(device, copy=True)
-
-
 def _is_plain(x: Tensor) -> bool:
     """Whether `x` is in memory of its own, and stands neither for what other ranks hold nor for samples of vmap."""
     return type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided and not _is_wrapped(x)

@@ -38,10 +38,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_mm5d.data.lazy import on_device
 from lightning_mm5d.layout.layout import even_lengths
 from lightning_mm5d.sharded.class_operations import check_targets
 from lightning_mm5d.sharded.collectives import TensorGroup, copy, differentiable, message_device, view
-from lightning_mm5d.sharded.host_copies import on_device
 from lightning_mm5d.sharded.tensor import Group, Sharded, Sharding, as_sharded, from_local
 from lightning_mm5d.sharded.torch_internals import is_view
 

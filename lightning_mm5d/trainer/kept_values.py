@@ -463,7 +463,7 @@ def _joined(values: Sequence[Any], samples: Sizes) -> Any:
     """One value of those of the microbatches; `_MISSING` where these cannot be joined."""
     if not all(map(_can_join, values, samples)):
         return _MISSING
-    joined = merge([detached(value) for value in values], samples, tells=False)
+    joined = merge([detached(value) for value in values], samples, tells=False, reads=False)
     return joined if _is_like(joined, values[0]) else _MISSING
 
 
@@ -504,7 +504,7 @@ def _joined_rows(values: Sequence[Any], samples: Sizes, before: Any) -> Any:
         return _MISSING
     if len(values) > 1 and values[1] is first:  # that the second microbatch added to
         return _MISSING
-    joined = merge([detached(value) for value in values], samples, tells=False)
+    joined = merge([detached(value) for value in values], samples, tells=False, reads=False)
     return joined if type(joined) is type(first) else _MISSING
 
 

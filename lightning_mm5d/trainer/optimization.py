@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_mm5d.checkpoint.optimizer_state import drop_remote_state, names_of
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.gradients.gradients import Gradients, ParameterHooks, called, has_hooks
+from lightning_mm5d.gradients.gradients import Gradients, ParameterHooks, called, has_hooks, is_skipped
 from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device
@@ -119,7 +119,7 @@ class Optimization:
         self._module, self._plan, self._gradients = module, plan, gradients
         self._is_plain, self._device = is_plain, device
         self.syncs = True
-        self._unsynced = self._summed = self._is_share_shown = self._is_in_backward = False
+        self._unsynced = self._summed = self._is_share_shown = self._is_in_backward = self._has_fresh = False
         self._kept: list[Tensor | None] = []  # sums of earlier steps that were not zeroed, within an accumulation
         self._has_own_factor: bool | None = None
         self._clipper: Precision | None = None
@@ -192,6 +192,27 @@ class Optimization:
             fix = "Scale the loss in training_step, or use zero_stage=0"
             raise ConfigError("backward", f"a factor of the loss from {lowest} to {highest}", rule, fix)
 
+    def backward(
+        self, loss: Tensor, precision: Precision, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Run the backward that Lightning calls, summed over ranks before `on_after_backward`; return the loss.
+
+        That of a batch that the step skips is for sums alone. No hook is called around it, as Lightning calls none,
+        unless another plain replica gives gradients.
+        """
+        if is_skipped(loss):
+            scaler = getattr(precision, "scaler", None)
+            self._has_fresh = False
+            with self.synced(), self._publishing():
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            return precision.post_backward(loss, self._module) if self._has_fresh else loss.detach()
+        if not (self._is_plain or self._module.automatic_optimization):
+            loss = loss / self._plan.layout.num_replicas  # ranks sum gradients
+        loss = precision.pre_backward(loss, self._module)
+        with self.synced(), self._publishing():
+            precision.backward(loss, self._module, optimizer, *args, **kwargs)
+        return precision.post_backward(loss, self._module)
+
     @contextmanager
     def synced(self) -> Generator[None, None, None]:
         """Enter around a backward: its gradients are summed over all ranks that hold their parameters."""
@@ -226,6 +247,7 @@ class Optimization:
             with self._laid(), reduction.watched(self._gradients.parameters):
                 yield
             self._gradients.finish(reduction, 1.0 / self._plan.layout.num_replicas)  # each has its own mean
+            self._has_fresh = any(parameter.grad is not None for parameter in self._gradients.parameters)
         else:
             yield
             if not summed:
@@ -266,7 +288,7 @@ class Optimization:
         with replaced(backward):
             yield
 
-    def publishing(self) -> AbstractContextManager[None]:
+    def _publishing(self) -> AbstractContextManager[None]:
         """Return what is entered around the backward that Lightning calls, which publishes sums of a schedule."""
         if self._is_plain or not self._module.automatic_optimization:
             return nullcontext()

@@ -262,8 +262,10 @@ def _wound_back(trainer: pl.Trainer, loaders: list[Resumable], loops: dict[str, 
     A step that has begun does not count. Inside of an accumulation window, only the steps before it do.
     """
     steps, loop, current = _steps(trainer), trainer.fit_loop.epoch_loop, _batches(trainer)
+    has_begun = current.ready > steps
     back = steps % trainer.accumulate_grad_batches
-    if loop.batch_progress.is_last_batch or steps == trainer.num_training_batches:
+    # Lightning knows of a batch that has begun whether it is the last one
+    if (loop.batch_progress.is_last_batch and not has_begun) or steps == trainer.num_training_batches:
         back = 0
     if back and any(loader.began_after(steps - back) for loader in loaders):
         warnings.warn(
@@ -272,8 +274,8 @@ def _wound_back(trainer: pl.Trainer, loaders: list[Resumable], loops: dict[str, 
             stacklevel=3,
         )
         return steps
-    if back or current.ready > steps:
-        saved = dict(loops["epoch_loop.batch_progress"])
+    if back or has_begun:
+        saved = loops["epoch_loop.batch_progress"] | {"is_last_batch": False}
         for name in ("current", "total"):
             saved[name] = dict.fromkeys(saved[name], saved[name]["processed"] - back)
         loops["epoch_loop.batch_progress"] = saved

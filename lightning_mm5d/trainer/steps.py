@@ -170,6 +170,7 @@ class Steps:
         self.unscheduled: Unscheduled | None = None
         self.first: FirstWatch | None = None
         self.compares = True
+        self._unchecked: Callable[[], None] | None = None  # the comparison of the step before
         self.casting: Casting | None = None
         self.watch: Callable[[str, Parts], Watch | None] | None = None
         self._several = dict[str, set[int]]()
@@ -182,6 +183,7 @@ class Steps:
         self._own = next((number for number, replica in replicas.items() if replica.ends_here), None)
         self.writes = self._own == 0 and replicas[0].src == rank
         self._evaluated = set[Hashable]()  # evaluation steps and dataloaders whose first batch was looked at
+        self._joined = set[str]()  # steps whose results were joined
         self._told = set[str]()  # steps whose lost writes were warned of
         self._named = list(module.named_parameters(remove_duplicate=False))
         self._apart = appended_by_data(type(module))
@@ -493,7 +495,8 @@ class Steps:
         if all(result is None for result in results):
             outputs = None
         elif len(results) == 1 or all(part.is_counted for part in step.microbatches[self._own]):
-            outputs = merge(results, samples)
+            outputs = merge(results, samples, reads=step.name not in self._joined)
+            self._joined.add(step.name)
         weight = sum(step.weights.own)
         # replicas count by their samples in a synced mean, and the value must count by its weight
         total = step.weights.total
@@ -514,7 +517,9 @@ class Steps:
             is_source = number == self._own and self._replicas[number].src == self._rank
             found[number] = self._replicas[number].results.share(merged if is_source else None)
             if self.compares and merged is not None and number == self._own and not is_source:
-                merged.check_equal(found[number])
+                check = merged.check_equal(found[number])
+                before, self._unchecked = self._unchecked, check if self._device.type == "cuda" else None
+                (before or check)()  # on a GPU that of the step before, for which the host does not wait
         return found
 
     def _shown(self, found: Mapping[int, StepResult], values: KeptValues) -> StepResult:

@@ -84,30 +84,36 @@ class StepResult:
     stops: bool = False
     weights_written: dict[str, int] = field(default_factory=dict)
 
-    def check_equal(self, shared: StepResult) -> None:
-        """Refuse a loss or log that differs from the one of another rank with the same last layers.
+    def check_equal(self, shared: StepResult) -> Callable[[], None]:
+        """Return what refuses a loss or log that differs from the one of another rank with the same last layers.
 
-        Raises:
-            StageError: it differs by more than a relative 1e-5; 1e-2 for a loss in half precision.
+        It raises a `StageError` where one differs by more than a relative 1e-5; 1e-2 for a loss in half precision.
+        Until it is called, values travel to the host, which waits for none here.
         """
         pairs = [(f"log {own.options.name!r}", own, one) for own, one in zip(self.logs, shared.logs, strict=False)]
         found = [(name, own.value, one.value) for name, own, one in pairs if own.is_computed]
         if self.loss is not None and shared.loss is not None:
             found.insert(0, ("loss", self.loss, shared.loss))
         named = [(name, own, one) for name, own, one in found if own is not None and one is not None]
-        if not named:
-            return
-        values = torch.stack([torch.stack([own.to(one), one]).double().cpu() for _, own, one in named])
         is_half = self.loss is not None and torch.finfo(self.loss.dtype).bits < 32
-        equal = values[:, 0].isclose(values[:, 1], rtol=1e-2 if is_half else 1e-5, atol=0.0, equal_nan=True).tolist()
-        for (name, _, _), (own, one), is_equal in zip(named, values.tolist(), equal, strict=True):
-            if not is_equal:
-                raise StageError(
-                    f"the ranks that share the last layers have unequal values of the {name}, {own:.6g} and {one:.6g}. "
-                    "The step reads the values of a sharded parameter itself (`lm_head.weight`, or a penalty over "
-                    "`self.parameters()`), or depends on the rank: call the module instead, use the optimizer's "
-                    "weight_decay, or set tp_size and cp_size to 1"
-                )
+        values = [
+            (name, torch.stack([own.to(one), one]).double().to("cpu", non_blocking=True)) for name, own, one in named
+        ]
+        event = torch.cuda.current_stream().record_event() if any(one.is_cuda for _, _, one in named) else None
+
+        def check() -> None:
+            if event is not None:
+                event.synchronize()
+            for name, (own, one) in values:
+                if not own.isclose(one, rtol=1e-2 if is_half else 1e-5, atol=0.0, equal_nan=True):
+                    raise StageError(
+                        f"the ranks that share the last layers have unequal values of the {name}, {own:.6g} and "
+                        f"{one:.6g}. The step reads the values of a sharded parameter itself (`lm_head.weight`, or a "
+                        "penalty over `self.parameters()`), or depends on the rank: call the module instead, use the "
+                        "optimizer's weight_decay, or set tp_size and cp_size to 1"
+                    )
+
+        return check
 
 
 class ResultChannel:

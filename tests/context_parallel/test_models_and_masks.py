@@ -67,6 +67,19 @@ def test_packed_documents_are_those_of_one_process(name: str, how: str) -> None:
     same_steps(outcomes(Layout(modalities, 2), scenario, num_microbatches=1)["scenario"])
 
 
+@pytest.mark.usefixtures("float64")
+def test_attention_that_says_it_is_not_causal_sees_what_it_sees_on_one_process() -> None:
+    """Where nothing is padded, one process makes no mask and asks the layer; so the second batch sees all keys."""
+
+    def scenario(run: Run) -> Any:
+        module = Packed(CASES["llama"].build().model, use_cache=False)
+        for layer in module.model.model.layers:
+            layer.self_attn.is_causal = False
+        return steps(run, module, [documents(5, 9, samples=2, seed=0), documents(14, samples=2, seed=1)])
+
+    same_steps(outcomes(Layout({"language": Modality(cp_size=2)}, 2), scenario, num_microbatches=1)["scenario"])
+
+
 def mistral() -> nn.Module:
     from transformers import MistralConfig, MistralForCausalLM
 

@@ -416,3 +416,12 @@ def test_a_field_of_one_modality_is_not_counted_by_the_items_of_another() -> Non
     assert (frames, sounds) == ([[], [0.0]], [[0.0], []])
     assert counts[0] is None
     assert counts[1].tolist() == [2]
+
+
+def test_a_microbatch_that_is_dealt_only_samples_without_rows_has_an_empty_tensor() -> None:
+    rows, counts = torch.arange(15.0).reshape(5, 3), torch.tensor([2, 0, 3, 0])
+    batch = {"images": rows, "num_images": counts, "input_ids": torch.arange(8).reshape(4, 2)}
+    full, empty = split(batch, 2, dealer=lambda costs, sizes: [[0, 2], [1, 3]])
+    assert torch.equal(full.batch["images"], rows)
+    assert empty.batch["images"].shape == (0, 3)
+    assert empty.batch["num_images"].tolist() == [0, 0]

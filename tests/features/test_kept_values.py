@@ -103,10 +103,10 @@ class Kept(Toy):
         self.seen += len(logits)
         self.worst = max(self.worst, float(-logits.min()))
         self.names.add(f"batch {batch_idx}")
-        self.total += loss.detach() * len(logits)
-        self.counts += np.bincount(batch["label"].numpy(), minlength=3)
+        self.total += (loss.detach() * len(logits)).cpu()
+        self.counts += np.bincount(batch["label"].cpu().numpy(), minlength=3)
         self.shape = tuple(logits.shape[1:])
-        self.last = logits.softmax(-1).numpy()[-1]
+        self.last = logits.softmax(-1).cpu().numpy()[-1]
         self.drawing = object()
 
     def on_validation_epoch_end(self) -> None:
@@ -277,7 +277,7 @@ class CachingDecoder(Decoder):
 
     def forward(self, tokens: Tensor, features: Tensor) -> Tensor:
         if self.mask is None or self.mask.size(0) < tokens.size(1):
-            self.mask = torch.full((600, 600), 0.5, dtype=torch.float64)  # too large to be sent
+            self.mask = torch.full((600, 600), 0.5, dtype=torch.float64, device=tokens.device)  # too large to be sent
         key = tokens.size(1), tokens.device  # no key that crosses
         if key not in self.tables:
             self.tables[key] = self.mask[: tokens.size(1), :1]

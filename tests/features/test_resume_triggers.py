@@ -103,6 +103,14 @@ def test_one_process_resumes_between_validations_and_after_sigterm(tmp_path: Pat
     exact(ONE, HALF, tmp_path / "half", {"num_microbatches": 1}, val_check_interval=2)
 
 
+def test_a_last_batch_that_has_begun_is_taken_again_with_its_window(tmp_path: Path) -> None:
+    """A validation came before it, which Lightning leaves out in the resumed run."""
+    ends = {hook: (hook, 6, RARELY, 5) for hook in ("on_train_batch_start", "on_before_optimizer_step")}
+    exact(ONE, ends, tmp_path / "last", {"num_microbatches": 1}, val_check_interval=5)
+    window = {"of three": ("on_train_batch_start", 6, RARELY, 3)}
+    exact(ONE, window, tmp_path / "window", {"num_microbatches": 1}, accumulate_grad_batches=3)
+
+
 @pytest.mark.parametrize("checkpoint", [pytest.param("full", marks=pytest.mark.exhaustive), "sharded"])
 def test_modalities_resume_from_full_and_sharded_checkpoints(checkpoint: str, tmp_path: Path) -> None:
     names = ("every two steps", "an error inside of a step")

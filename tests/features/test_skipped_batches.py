@@ -69,3 +69,34 @@ def partly(run: Run) -> None:
 def test_a_batch_that_is_skipped_in_part_is_refused() -> None:
     with pytest.raises(AssertionError, match="None for 1 microbatches and a loss for 1"):
         together(PIPE, partly)
+
+
+class SkippedByOne(Toy):
+    """Skips the second batch on the second rank alone, and notes what hooks around the backward find."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = list[Any]()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return None if batch_idx == 1 and self.global_rank == 1 else self.loss(batch)
+
+    def on_after_backward(self) -> None:
+        gradients = [parameter.grad for parameter in self.parameters()]
+        self.found.append([self.trainer.fit_loop.batch_idx, *(gradient.clone() for gradient in gradients)])
+        for parameter in self.parameters():
+            parameter.grad.add_(parameter.detach(), alpha=0.01)
+
+
+def skipped_by_one(run: Run) -> Any:
+    module, trainer = SkippedByOne(), run.trainer()
+    trainer.fit(module, run.training(32))
+    return module.found, weights(module), trainer.global_step
+
+
+def test_hooks_run_on_a_replica_that_skips_a_batch_for_which_another_gives_gradients() -> None:
+    """two plain replicas: ranks 0-1"""
+    first, second = together(SHARED, skipped_by_one, num_microbatches=1, loss_weight="samples")
+    assert [found[0] for found in first[0]] == [0, 1, 2, 3]
+    assert all(float(gradient.abs().sum()) > 0 for gradient in first[0][1][1:])
+    assert_same(second, first)

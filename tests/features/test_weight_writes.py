@@ -12,7 +12,7 @@ from torch import nn
 
 from features.toys import PAIR, Layout, Run, Toy, alone, assert_same, weights
 from lightning_mm5d import ConfigError, Modality
-from lightning_mm5d.features.weight_writes import Looks, _are_equal, _norm, written
+from lightning_mm5d.features.weight_writes import Looks, _differ, _norm, written
 from lightning_mm5d.sharded.data_accesses import accesses
 from lightning_mm5d.sharded.remote_value import Guard, Origin, make_placeholder
 from ranks import run_ranks
@@ -152,8 +152,8 @@ class Quantised(Toy):
 def test_values_are_others_where_signs_or_places_change(dtype: torch.dtype) -> None:
     weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
     for other in (-weight, weight.flip(0), weight * 2):
-        assert not _are_equal(_norm(weight), _norm(other))
-    assert _are_equal(_norm(weight), _norm(weight.clone()))
+        assert _differ(_norm(weight), _norm(other))
+    assert not _differ(_norm(weight), _norm(weight.clone()))
 
 
 def test_tensors_show_arrays_as_before_but_for_the_time_of_a_watch() -> None:

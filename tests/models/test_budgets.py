@@ -90,6 +90,7 @@ def test_a_stream_is_packed_in_windows() -> None:
         ({"token_budget": 9, "pixels": [1, 2, 3]}, "pixel_budget: got 'pixels without pixel_budget'"),
         ({"token_budget": 9, "pixel_budget": 3}, "pixel_budget: got 'pixel_budget without pixels'"),
         ({"token_budget": 9, "pixels": [1, 2], "pixel_budget": 3}, r"pixel_budget: got '\(2,\) for 3 samples'"),
+        ({"token_budget": 9, "pixels": [1, 2, float("nan")], "pixel_budget": 3}, "pixel_budget: got .* at least 0"),
         ({"token_budget": 9, "max_samples": 1.5}, "max_samples: got 1.5"),
     ],
 )

@@ -3,8 +3,9 @@
 `enter` builds the C++ extension beside this file, which takes half a minute once, and puts it in the place of CUDA in
 this process. Tensors are really of ``cuda``: a function that gets tensors of both devices raises as on a GPU, memory
 is NaN until it is written to, backwards run in a thread of the device, and random numbers come from generators of the
-device. What the host copies without waiting is garbage until it has waited for the copy's stream. Kernels are those of
-the CPU, and streams hide no other race than those of copies.
+device. What the host copies without waiting is garbage until it has waited for the copy's stream. Waits of the host are
+counted: for copies, and for sizes and answers that a kernel gives. Kernels are those of the CPU, and streams hide no
+other race than those of copies.
 
 ``nccl`` is a backend that orders as NCCL does (`nccl_order`), takes contiguous tensors of the device alone, and
 carries them over gloo.
@@ -15,6 +16,7 @@ A process cannot leave. Ranks are forked for a call (`ranks.run_ranks`), and cal
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import tempfile
 import warnings
@@ -63,15 +65,19 @@ def enter_with_trainers() -> None:
 
 
 def built() -> Any:
-    """Return the extension, built by one process at a time; one that is killed meanwhile leaves no lock behind."""
-    name, folder = "pretended_cuda_device", Path(tempfile.gettempdir()) / f"pretended_cuda-{os.getuid()}"
+    """Return the extension, built by one process at a time; one that is killed meanwhile leaves no lock behind.
+
+    Each checkout has a build of its own.
+    """
+    source, name = Path(__file__).with_name("device.cpp"), "pretended_cuda_device"
+    place = hashlib.blake2b(str(source).encode(), digest_size=8).hexdigest()
+    folder = Path(tempfile.gettempdir()) / f"pretended_cuda-{os.getuid()}-{place}"
     folder.mkdir(mode=0o700, exist_ok=True)
     with (folder / "turn").open("w") as turn, warnings.catch_warnings():
         fcntl.flock(turn, fcntl.LOCK_EX)
         (folder / "lock").unlink(missing_ok=True)  # torch's own, of a process that is gone: the turn is ours
         warnings.simplefilter("ignore")
-        source = str(Path(__file__).with_name("device.cpp"))
-        return cpp_extension.load(name, [source], extra_cflags=["-O0"], build_directory=str(folder))
+        return cpp_extension.load(name, [str(source)], extra_cflags=["-O0"], build_directory=str(folder))
 
 
 def _count() -> int:

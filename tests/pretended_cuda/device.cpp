@@ -221,8 +221,17 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional
                                            c10::dtype_or_default(dtype));
 }
 
-int64_t host_waits = 0;        // of the host for the device
+int64_t host_waits = 0;               // of the host for the device
+py::object* told_of_wait = nullptr;   // called at each of them
 thread_local bool is_kernel = false;  // whether a kernel is computed on the host, whose copies are none of a GPU
+
+void count_wait() {
+  if (is_kernel) return;
+  ++host_waits;
+  if (told_of_wait == nullptr) return;
+  py::gil_scoped_acquire gil;
+  (*told_of_wait)();
+}
 
 void ended_before(Device device) { finish(streams.at(device.index()), newest_copy); }
 
@@ -235,7 +244,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.is_cuda() && source.is_cuda()) return self;
   const Tensor& host = self.is_cuda() ? source : self;
   if (!non_blocking || !is_pinned(host) || !host.is_contiguous()) {
-    if (!is_kernel) ++host_waits;
+    count_wait();
     ended_before(device);
   } else {
     copies.push_back({streams.at(device.index()), ++newest_copy, host, host.clone(), self.is_cuda()});
@@ -302,7 +311,7 @@ Tensor unfold(const Tensor& self, int64_t dim, int64_t size, int64_t step) {
 }
 
 at::Scalar local_scalar(const Tensor& self) {
-  if (!is_kernel) ++host_waits;
+  count_wait();
   ended_before(self.device());
   return on_host(self).item();
 }
@@ -381,9 +390,29 @@ void check_devices(const c10::OperatorHandle& op, const torch::jit::Stack& stack
   }
 }
 
+// Whether the host of a GPU learns the size of the result, or an answer, from the device.
+bool waits_for(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  static const std::unordered_set<std::string> sized{
+      "aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim",
+      "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::equal", "aten::bincount"};
+  static const std::unordered_set<std::string> indexed{
+      "aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index"};
+  const std::string& name = op.schema().name();
+  size_t first = stack.size() - op.schema().arguments().size();
+  if (name == "aten::repeat_interleave") return stack.back().isNone();  // the size of the output
+  if (indexed.count(name) == 0) return sized.count(name) != 0;
+  // a mask that is filled with one value is not looked at
+  if (name != "aten::index" && name != "aten::_unsafe_index" && stack[first + 2].toTensor().numel() == 1) return false;
+  for (const std::optional<Tensor>& x : stack[first + 1].toOptionalTensorVector())
+    if (x.has_value() && x->defined() && (x->scalar_type() == at::kBool || x->scalar_type() == at::kByte || x->is_cpu()))
+      return true;
+  return false;
+}
+
 // Computes on the host. Random numbers come from the generator of the device.
 void on_host_instead(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   check_devices(op, *stack);
+  if (waits_for(op, *stack)) count_wait();
   struct Kernel {
     bool before = std::exchange(is_kernel, true);
     ~Kernel() { is_kernel = before; }
@@ -455,6 +484,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("default_generator", [](int index) { return default_generator(static_cast<DeviceIndex>(index)); });
   m.def("on_host", on_host);
   m.def("waits", [] { return host_waits; });
+  m.def("tell_of_waits", [](py::object told) { told_of_wait = told.is_none() ? nullptr : new py::object(told); });
   m.def("resize_storage", [](const Tensor& x, size_t bytes) { resize_storage(x.storage(), bytes); });
   m.attr("DEVICES") = static_cast<int>(kDevices);
 }

@@ -5,16 +5,22 @@ ranks 0-1, or 0-2 where an encoder stands before two stages; each has a device o
 
 from __future__ import annotations
 
+import os
+import traceback
 import warnings
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import DeviceStatsMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, DeviceStatsMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -27,11 +33,14 @@ from features.shared_experts import composed_training
 from features.shared_experts.composed_training import Composition
 from features.toys import CLASSES, PAIR, PIPE, SHARED, Layout, Run, Toy, alone, assert_same, figures
 from lightning_mm5d import ConfigError, Modality
+from lightning_mm5d.checkpoint.rank_reports import RankReports
 from lightning_mm5d.context_parallel.exchange.ulysses import Places
 from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward
 from lightning_mm5d.context_parallel.masks.mask import Mask, Scoring
-from lightning_mm5d.data.joining import merge
+from lightning_mm5d.data.joining import Sizes, merge
+from lightning_mm5d.data.microbatch import split
 from lightning_mm5d.features.cached_features.feature import FeatureFiles
+from lightning_mm5d.features.sharded_checkpoints import in_memory
 from lightning_mm5d.features.sharded_checkpoints.own_shards import Item, PieceCopies
 from lightning_mm5d.sharded.sequence import TokenSplit
 from lightning_mm5d.trainer.steps import Steps
@@ -334,9 +343,20 @@ def waited(rank: int) -> dict[str, int]:
     waits, found = pretended_cuda.built().waits, dict[str, int]()
     outputs = [{"loss": torch.ones((), device="cuda")} for _ in range(2)]
     q = torch.ones(1, 2, 200, 4, dtype=torch.float64, device="cuda")
-    split = TokenSplit((((0, 50), (150, 200)), ((50, 150),)), 200)
+    tokens = TokenSplit((((0, 50), (150, 200)), ((50, 150),)), 200)
     mask = Mask(lambda b, h, q, k: q - k < 70, batch=1, q_length=200, k_length=200, device="cuda")
     tiles = mask.tiles(torch.arange(200), torch.arange(200))
+    batch = {"x": torch.arange(8.0, device="cuda").view(4, 2), "y": torch.arange(4, device="cuda")}
+
+    def deals() -> None:
+        parts = split(batch, 2, dealer=lambda rows, sizes: [[0, 3], [1, 2]])
+        joined = merge([part.batch for part in parts], Sizes.of(parts), reads=False)
+        on_host = {key: torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for key, x in joined.items()}
+        for key, x in on_host.items():
+            x.copy_(joined[key], non_blocking=True)
+        torch.cuda.synchronize()
+        assert on_host["x"].flatten().tolist() == [*range(8)]
+        assert on_host["y"].tolist() == [*range(4)]
 
     def attends() -> None:
         out, lse = attend(q, q, q, tiles, Scoring(1.0))
@@ -346,8 +366,9 @@ def waited(rank: int) -> dict[str, int]:
         patch.setattr("lightning_mm5d.context_parallel.masks.mask.KEPT", 0)
         for name, run in {
             "outputs of microbatches": lambda: merge(outputs, [1, 3]),
-            "places of tokens": lambda: Places.of(split, q.device, is_padded=True),
+            "places of tokens": lambda: Places.of(tokens, q.device, is_padded=True),
             "attention of float64": attends,
+            "dealt samples": deals,
         }.items():
             before = waits()
             run()
@@ -358,6 +379,100 @@ def waited(rank: int) -> dict[str, int]:
 def test_the_host_does_not_wait_for_the_device_in_what_a_step_does() -> None:
     (found,) = run_ranks(1, waited)
     assert set(found.values()) == {0}, found
+
+
+class Waits(Callback):
+    """Where the host waits for the device in steps after the first two, and what asked for it."""
+
+    def __init__(self) -> None:
+        self.found, self._counts = Counter[str](), False
+
+    def note(self) -> None:
+        *others, last = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename][:-1]
+        if self._counts and not last.filename.endswith("parity/harness.py"):
+            self.found["".join(traceback.format_list([*others[-3:], last]))] += 1
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._counts = batch_idx > 1
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._counts = False
+
+
+def _giving_rows(module: Any, batch: Any, step: Callable[[], Any]) -> Any:
+    loss, module.last = step(), batch["input_ids"][:, 1]
+    return {"loss": loss, "first": batch["input_ids"][:, 0], "other": loss.detach() * 2}
+
+
+def _writing(module: Any, batch: Any, step: Callable[[], Any]) -> Any:
+    for parameter in module.parameters():
+        parameter.data.clamp_(-1.0, 1.0)
+    return step()
+
+
+PIPED = {"pp_size": 2}
+WAITING: dict[str, tuple[dict[str, Any], dict[str, Any], Any, int]] = {
+    "tp 2": ({"tp_size": 2}, SPLIT, None, 0),
+    "cp 2": ({"cp_size": 2}, SPLIT, None, 0),
+    "cp 2, ring": ({"cp_size": 2, "context": {"cp_mode": "ring"}}, SPLIT, None, 0),
+    "zero 3": ({"dp_size": 2, "sharding": {"zero_stage": 3}}, SPLIT, None, 0),
+    "rows among results": (PIPED, SPLIT, _giving_rows, 0),
+    "weights written": (PIPED, SPLIT, _writing, 1),
+}
+
+
+def steps_watched(rank: int, name: str) -> tuple[Counter[str], int]:
+    """Where the host waits in three steps, and how often at most in each."""
+    pretended_cuda.enter()
+    waits, (fields, options, then, most) = Waits(), WAITING[name]
+    module = CASES["llama"].build()
+    if then is not None:
+        step = type(module).training_step
+        module.__class__ = type(
+            "Doing",
+            (type(module),),
+            {"training_step": lambda self, batch, number: then(self, batch, lambda: step(self, batch, number))},
+        )
+    batches = [CASES["llama"].batch(4, seed=step) for step in range(5)]
+    pretended_cuda.built().tell_of_waits(waits.note)
+    layout = strategy({"language": Modality(**fields)}, **options)
+    fit(module, batches, layout, 2, "gpu", callbacks=[waits], gradient_clip_val=1.0)
+    pretended_cuda.built().tell_of_waits(None)
+    return waits.found, 3 * most
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_no_step_of_known_structure_waits_for_the_device(name: str) -> None:
+    """Steps that write to weights wait once."""
+    for found, most in run_ranks(2, steps_watched, name):
+        assert found.total() <= most, "\n".join(f"{count} times\n{where}" for where, count in found.items())
+
+
+def remembering(rank: int, folder: Path) -> str:
+    """The backend of the group over which two nodes of one GPU each exchange what is in their memory."""
+    pretended_cuda.enter()
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=30), device_id=device)
+    os.environ["TORCHELASTIC_RUN_ID"] = "7"
+    in_memory.SHARED_MEMORY = folder / str(rank)
+    in_memory.SHARED_MEMORY.mkdir()
+    store = dist.FileStore(str(folder / "store"), 2)
+
+    def reports(topic: str) -> RankReports:
+        return RankReports(store, topic, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+
+    memory = in_memory.HostMemory(1)
+    assert memory.found(in_memory.Nodes(rank, 2, 1), reports) is None
+    trainer: Any = SimpleNamespace(callbacks=[], strategy=SimpleNamespace(root_device=device))
+    memory.attach(trainer, lambda trainer: None, lambda: None)
+    group = memory.made(reports("save"), [], {})._group
+    memory.close(failed=True)
+    return dist.get_backend(group)
+
+
+def test_nodes_with_gpus_exchange_what_is_in_their_memory_by_the_host(tmp_path: Path) -> None:
+    assert run_ranks(2, remembering, tmp_path) == ["gloo"] * 2
 
 
 def on_cpus_afterwards(rank: int) -> str:

@@ -47,7 +47,7 @@ class Judge(TinyModule):
         """Loss, divergence from a teacher, logits and their labels."""
         output = self.model(**batch, **self.fixed)
         logits, labels = output.logits[:, :-1], batch["labels"][:, 1:]
-        teacher = torch.linspace(0, 3, VOCABULARY).to(logits.dtype).softmax(-1).expand(logits.shape)
+        teacher = torch.linspace(0, 3, VOCABULARY).to(logits).softmax(-1).expand(logits.shape)
         divergence = F.kl_div(logits.log_softmax(-1), teacher, reduction="batchmean")
         return output.loss + 0.1 * divergence, divergence, logits, labels
 

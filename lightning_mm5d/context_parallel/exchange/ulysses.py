@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mm5d.data.lazy import on_device
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.sharded.host_copies import on_device
 from lightning_mm5d.sharded.sequence import TokenSplit
 from lightning_mm5d.sharded.torch_internals import all_gather_single, reduce_scatter_single
 

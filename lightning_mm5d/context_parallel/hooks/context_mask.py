@@ -43,7 +43,7 @@ from transformers.masking_utils import causal_mask_function, packed_sequence_mas
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.context_parallel.masks.mask import Cache, Caches, Mask
 from lightning_mm5d.context_parallel.masks.trace import MaskFunction
-from lightning_mm5d.sharded.host_copies import on_device
+from lightning_mm5d.data.lazy import on_device
 
 MODALITIES = 16
 GROUP_AT, DOCUMENT_AT = 16, 39
@@ -142,16 +142,18 @@ class ContextMask(Tensor):
 
     Attributes:
         mask: which keys each query may see.
+        is_left_out: whether one process makes no mask and leaves it to the ``is_causal`` of the attention.
     """
 
     mask: Mask
+    is_left_out: Callable[[], bool]
 
     @staticmethod
     def of(mask: Mask, dtype: torch.dtype = torch.bool) -> ContextMask:
         """Return `mask` as a tensor."""
         shape = (mask.batch, 1, mask.q_length, mask.k_length)
         result = torch.ones((), dtype=dtype, device=mask.device).expand(shape).as_subclass(ContextMask)
-        result.mask = mask
+        result.mask, result.is_left_out = mask, bool
         return result
 
     def dense(self) -> Tensor:

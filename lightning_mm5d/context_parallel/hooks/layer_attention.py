@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -308,6 +308,8 @@ class Attention:
             raise self._refusal("dropout", dropout, "Attention weights lie on several ranks and are not dropped out")
         bounds, causal = kwargs.get("cu_seq_lens_q"), kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
+        if not causal and isinstance(attention_mask, ContextMask) and attention_mask.is_left_out():
+            attention_mask = None  # so one process sees all keys, although the model has asked for a causal mask
         with unseen():  # the first layer of a step makes it
             mask = self.masks.of(
                 attention_mask,
@@ -492,6 +494,10 @@ class Interface:
     ) -> ContextMask:
         """Make a mask and note it for the modalities that read `config`; the arguments are those of ``sdpa_mask``."""
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        own = self._named.get(id(config), (None, None))[1]
+        # as `sdpa_mask` and `flash_attention_mask` do where nothing is padded
+        skips = kwargs.get("allow_is_causal_skip", True) and own not in ("eager", "flex_attention")
+        skips = skips and mask_function is causal_mask_function and q_length == kv_length
         if padding is not None:
             mask_function = and_masks(mask_function, padding_mask_function(padding))
         if not (isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0):
@@ -501,7 +507,14 @@ class Interface:
         for attention, configs in self._attention:
             if id(config) in configs:
                 attention.masks.note(mask)
-        return ContextMask.of(mask, dtype if id(config) in self._adds else torch.bool)
+        found = ContextMask.of(mask, dtype if id(config) in self._adds else torch.bool)
+        if skips:
+            found.is_left_out = cache(partial(_has_no_padding, padding))  # for a device the host waits once
+        return found
+
+
+def _has_no_padding(padding: Tensor | None) -> bool:
+    return padding is None or bool(padding.all())
 
 
 def _attend(own: Callable[[], Interface | None], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:

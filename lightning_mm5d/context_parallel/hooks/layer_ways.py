@@ -18,6 +18,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +101,7 @@ def probe(
     A token that is alone is the first and the last, so special treatment of an end shows as well.
 
     Args:
-        layer: runs in eval mode meanwhile.
+        layer: runs in eval mode meanwhile, and keeps nothing of it.
         given: its input.
         attention: of the modality.
         size: tokens of this rank, at least 2, or its items.
@@ -114,7 +115,7 @@ def probe(
         return _run(given, attention, tokens, size, whole)
 
     try:
-        with _in_eval_mode(layer), torch.no_grad(), kept_random_state(_device_of(given)):
+        with _put_back(layer), torch.no_grad(), kept_random_state(_device_of(given)):
             for count in range(min(size, _TOKENS), 1, -1) if size > 1 else (1,):
                 few = torch.arange(count)
                 if whole is not None:
@@ -182,8 +183,7 @@ def _compare(
     if together.shape[dim] != count or single.shape[dim] != len(places):
         raise MixingError(f"returns {together.shape[dim]} tokens for {count}")
     same = together.index_select(dim, torch.tensor(places, device=together.device))
-    is_rounded = torch.is_autocast_enabled(single.device.type)
-    is_rounded = is_rounded or any(p.dtype.itemsize < 4 for p in layer.parameters())
+    is_rounded = torch.is_autocast_enabled(single.device.type) or any(p.dtype.itemsize < 4 for p in layer.parameters())
     allowed = _OFF_16 if is_rounded else _OFF.get(single.dtype, _OFF_16)
     off = (same - single).abs().amax(-1) > allowed * single.abs().amax(-1).clamp_min(1e-6)
     # a router may send a token elsewhere for a rounding; where tokens mix, all of them differ
@@ -192,14 +192,26 @@ def _compare(
 
 
 @contextmanager
-def _in_eval_mode(layer: nn.Module) -> Iterator[None]:
-    training = {part: part.training for part in layer.modules()}
+def _put_back(layer: nn.Module) -> Iterator[None]:
+    """Enter around runs in eval mode, after which attributes and buffers of the layer are what they were."""
+    before = [(held, {**held}) for part in layer.modules() for held in (vars(part), part._buffers)]
+    public = [one for part in layer.modules() for name, one in vars(part).items() if not name.startswith("_")]
+    inside = [(value, copy(value)) for value in public if type(value) in (list, dict, set)]
+    tensors = [value for value in (*public, *layer.buffers()) if type(value) is Tensor and not value.is_inference()]
+    kept = [(value, value._version, value.detach().clone()) for value in tensors]
     layer.eval()
     try:
         yield
     finally:
-        for part, value in training.items():
-            part.training = value
+        for owner, values in before:
+            owner.clear()
+            owner.update(values)
+        for container, items in inside:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(items)
+        for tensor, version, value in kept:
+            if tensor._version != version:
+                tensor.detach().copy_(value)
 
 
 _log = logging.getLogger(__name__)

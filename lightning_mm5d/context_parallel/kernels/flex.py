@@ -49,7 +49,7 @@ from torch.torch_version import TorchVersion
 
 from lightning_mm5d.config.errors import private
 from lightning_mm5d.context_parallel.masks.mask import EMPTY, FULL, PARTIAL, TILE, Scoring, Tiles
-from lightning_mm5d.sharded.host_copies import on_device
+from lightning_mm5d.data.lazy import on_device
 
 WORD = 32  # bits
 AT_ONCE = 64  # tiles that are packed together

@@ -33,7 +33,8 @@ from torch import Tensor
 
 from lightning_mm5d.context_parallel.masks.blocks import Condition, Every, Function, Judge, Where, judge
 from lightning_mm5d.context_parallel.masks.trace import MaskFunction, Untraceable, trace
-from lightning_mm5d.sharded.host_copies import HostCopies, on_device
+from lightning_mm5d.data.lazy import on_device
+from lightning_mm5d.sharded.host_copies import HostCopies
 from lightning_mm5d.sharded.kept_results import unseen
 from lightning_mm5d.sharded.torch_internals import version_of
 

@@ -61,6 +61,7 @@ from lightning_mm5d.features.sharded_checkpoints.directory import (
     is_file_name,
 )
 from lightning_mm5d.features.sharded_checkpoints.sharded_save import Save
+from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.storage.files import WrittenFile, write_whole
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -475,7 +476,8 @@ class HostMemory:
             return
         if self._nodes.count > 1:
             everybody = range(self._nodes.world_size)
-            self._group = Groups(self._timeout).get(everybody, "checkpoints in memory", backend="gloo")
+            groups = Groups(self._timeout, device=message_device(trainer.strategy.root_device))
+            self._group = groups.get(everybody, "checkpoints in memory", backend="gloo")
         self._end_serving()  # all ranks have loaded what they need before they make a group
         self._trainer, self._callback = trainer, SaveInMemory(self._every, save, await_copies)
         vars(trainer)["callbacks"].insert(0, self._callback)

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_mm5d.config.errors import RankMismatchError
-from lightning_mm5d.sharded.host_copies import on_device
+from lightning_mm5d.data.lazy import on_device
 from lightning_mm5d.sharded.torch_internals import all_gather_single
 
 END, FORWARD, BACKWARD = range(3)

@@ -126,10 +126,10 @@ def measure_links(out: Path | None) -> int:
     dist.init_process_group("nccl" if has_gpu else "gloo")
     try:
         cluster, note = _measured(device)
-        rank = dist.get_rank()
+        rank, world = dist.get_rank(), dist.get_world_size()
     finally:
         dist.destroy_process_group()
-    if not has_gpu and not cluster.ranks % 2 and "LOCAL_RANK" in os.environ:
+    if not has_gpu and not cluster.ranks % 2 and cluster.size == world and "LOCAL_RANK" in os.environ:
         cluster = replace(cluster, inside=_with_overhead(cluster))
     if rank == 0:
         text = note + as_yaml(cluster)
@@ -163,15 +163,17 @@ def _measured(device: torch.device) -> tuple[Cluster, str]:
 
 def _with_overhead(cluster: Cluster) -> Link:
     """The links inside a node with the overhead of a message on CPUs, by steps of two stages on every two ranks."""
-    sizes, taken = (_FEW, _MANY), []
-    for size in sizes:
-        few, many = (_step_seconds(cluster, size, count) for count in _COUNTS)
-        layer, hidden = _Layer(), torch.ones(1, size // 4, requires_grad=True)
-        alone = _timed(lambda: layer(hidden).sum().backward(), torch.device("cpu"), rounds=10)  # noqa: B023
-        # forward and backward, each with one message
-        taken.append(max(((many - few) / (_COUNTS[1] - _COUNTS[0]) - alone) / 2, 0.0))
-    each = max((taken[1] - taken[0]) / (sizes[1] - sizes[0]), 0.0)
-    return replace(cluster.inside, overhead=max(taken[0] - sizes[0] * each, 0.0), overhead_per_byte=each)
+    few, many = (_taken(cluster, size) for size in (_FEW, _MANY))
+    each = max((many - few) / (_MANY - _FEW), 0.0)
+    return replace(cluster.inside, overhead=max(few - _FEW * each, 0.0), overhead_per_byte=each)
+
+
+def _taken(cluster: Cluster, size: int) -> float:
+    """Seconds that a message of `size` bytes takes of a stage: its forward has one, and its backward."""
+    few, many = (_step_seconds(cluster, size, count) for count in _COUNTS)
+    layer, hidden = _Layer(), torch.ones(1, size // 4, requires_grad=True)
+    alone = _timed(lambda: layer(hidden).sum().backward(), torch.device("cpu"), rounds=10)
+    return max(((many - few) / (_COUNTS[1] - _COUNTS[0]) - alone) / 2, 0.0)
 
 
 class _Layer(nn.Module):

@@ -136,7 +136,7 @@ class Draft:
         modality: whose fields `put` says.
 
     Raises:
-        ConfigError: a knob is not in the table.
+        ConfigError: a knob is not in the table, or two contradict each other.
     """
 
     def __init__(
@@ -157,9 +157,18 @@ class Draft:
             if is_off or any(got is one or (type(got) is type(one) and got == one) for one in knob.neutral):
                 self.leave(name, "always", "It asks for nothing")
             elif knob.effect == "mapped" and not knob.rule:
+                self._refuse_another(name, knob.ours[0])
                 self.put(name, knob.ours[0], got, knob.about)
             elif not knob.rule:
                 self.leave(name, knob.effect, knob.about)
+
+    def _refuse_another(self, name: str, ours: str) -> None:
+        """Refuse two knobs that say one field of ours unlike each other."""
+        for other in self._entries:
+            knob = self._knobs[other]
+            if not knob.rule and ours in knob.ours and self.given[other] != self.given[name]:
+                rule = f"{self._prefix}{other} says {self.given[other]!r} of the same"
+                raise self.refused(name, rule, "Leave one of them out")
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of a knob, or `default` where it is not given or null."""

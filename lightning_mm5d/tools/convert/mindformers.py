@@ -213,7 +213,7 @@ def _convert_schedule(draft: Draft) -> tuple[int, int]:
     """Say the pipeline; return its stages and the chunks of each."""
     interleaves, count = _M + "pipeline_config.pipeline_interleave", _A + "pp_interleave_num"
     scheduler = _M + "pipeline_config.pipeline_scheduler"
-    stages, chunks = draft.count(_P + "pipeline_stage"), draft.count(count)
+    stages, chunks = draft.count(_P + "pipeline_stage", draft.count(_M + "pipeline_stages")), draft.count(count)
     said = draft.choice(scheduler, ("gpipe", "1f1b", "zero_bubble_v", "seqpipe", "seqvpp", "seqsmartvpp"), "1f1b")
     if stages == 1 or not draft.get(interleaves, False):
         chunks = 1

@@ -115,6 +115,8 @@ class Cluster:
         return flops / (self.flops * self.efficiency) + moved / self.memory_bandwidth
 
 
+_Messages = dict[tuple[StageKey, StageKey], tuple[Link, float]]
+"""for stages that send to each other their link, and the bytes that one rank sends of a microbatch"""
 _ATTENTION_BACKWARD = 2.5  # products of a fused attention's backward over those of its forward: 5 of 2
 _ADDED = 3  # times a gradient's bytes that adding it to those before reads and writes
 _LEAST = 1e-15  # seconds of a unit
@@ -231,8 +233,10 @@ class LayoutCosts:
 
     def timed(self, plan: Plan, samples: int) -> Plan:
         """Return the plan with its units in seconds."""
+        return self._timed(plan, samples, self._messages(plan, samples))
+
+    def _timed(self, plan: Plan, samples: int, messages: _Messages) -> Plan:
         found: dict[StageKey, tuple[Unit, ...]] = {}
-        messages = self._messages(plan, samples)
         for name, cuts in plan.partition.stages.items():
             modality = plan.modalities[name]
             width = modality.tp_size * modality.cp_size  # by which graphs divide
@@ -256,9 +260,10 @@ class LayoutCosts:
             count: microbatches of each replica, M.
             played: of these, how many are simulated; the busiest rank does the rest at its pace.
         """
-        timed, trained = self.timed(plan, samples), self.step.trainable
+        messages, trained = self._messages(plan, samples), self.step.trainable
+        timed = self._timed(plan, samples, messages)
         graph, actions = timed.graphs.schedule(schedule, played, trained, rank=0)
-        simulation = simulate(actions, graph, transfer_cost=self._transfers(plan, samples))
+        simulation = simulate(actions, graph, transfer_cost=self._transfers(plan, messages))
         ends, gathers = [0.0], [0.0]
         shards = DataShards(plan)
         last = {span.rank: span for span in simulation.spans}
@@ -303,20 +308,19 @@ class LayoutCosts:
         rows = sum(size / bucket * link(group).all_gather(len(group), bucket) for group, size in gathered.items())
         return sum(size / bucket * each for size, each in times), updated + rows, smallest
 
-    def _transfers(self, plan: Plan, samples: int) -> Callable[[StageKey, StageKey], float]:
+    def _transfers(self, plan: Plan, messages: _Messages) -> Callable[[StageKey, StageKey], float]:
         """Seconds of a message between two stages: ranks of the sender share it, those of the receiver gather it."""
         known: dict[frozenset[StageKey], float] = {}
-        for (source, target), (link, size) in self._messages(plan, samples).items():
+        for (source, target), (link, size) in messages.items():
             receivers, tp = plan.topology.instances(target)[0], plan.modalities[target.modality].tp_size
             parts = min(plan.modalities[source.modality].tp_size, tp)
             within = self.cluster.link(receivers[:tp]).all_gather(tp, size * parts) if parts > 1 else 0.0
             known[frozenset((source, target))] = link.message(size) + within
         return lambda source, target: known[frozenset((source, target))]
 
-    def _messages(self, plan: Plan, samples: int) -> dict[tuple[StageKey, StageKey], tuple[Link, float]]:
-        """For stages that send to each other their link, and the bytes that one rank sends of a microbatch."""
+    def _messages(self, plan: Plan, samples: int) -> _Messages:
         trace, topology = self.trace(plan.modalities, samples), plan.topology
-        found = {}
+        found: _Messages = {}
         for source, target in topology.edges:
             size = 0
             for name, cuts in plan.partition.stages.items():
@@ -334,10 +338,8 @@ class LayoutCosts:
 def _with_messages(unit: Unit, taken: float) -> Unit:
     """The unit of a stage whose messages take so long of its forward, and as long of its backward."""
     forward = unit.forward + taken
-    recomputed = unit.recomputed * unit.forward / forward
-    return replace(
-        unit, forward=forward, recomputed=recomputed, backward=(unit.backward * unit.forward + taken) / forward
-    )
+    recomputed, backward = unit.recomputed * unit.forward, unit.backward * unit.forward + taken
+    return replace(unit, forward=forward, recomputed=recomputed / forward, backward=backward / forward)
 
 
 def _on_ranks(one: float, two: float, ranks: int) -> float:

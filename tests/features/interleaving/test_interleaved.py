@@ -53,7 +53,9 @@ def side_by_side(module: L.LightningModule, path: str = "") -> None:
 
     def on_train_end() -> None:
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            most = torch.tensor(max(MOST, default=0))  # ranks of other modalities run no layers at once
+            most = torch.tensor(
+                max(MOST, default=0), device=module.device
+            )  # ranks of other modalities run no layers at once
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
             assert most > 1, "one microbatch after another"
 

@@ -21,6 +21,8 @@ from ordinary.rows import (  # noqa: F401
     trainer_flags,
     tricks,
     weights_in_steps,
+    whole_scripts,
+    whole_scripts_losses,
 )
 from ordinary.uses import USES
 

@@ -141,6 +141,24 @@ class Skips(Ordinary):
         return None if batch_idx == 1 else self.loss(batch)
 
 
+@row(SECTION, "hooks around the backward, and batches for which `training_step` returns None", over="first")
+def skips_beside_hooks(run: Run) -> dict[str, Any]:
+    class Hooked(Skips):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            return None if batch_idx in (1, 2) else self.loss(batch)
+
+        def on_before_backward(self, loss: Tensor) -> None:
+            self.seen.append(["before", self.trainer.fit_loop.batch_idx])
+
+        def on_after_backward(self) -> None:
+            self.seen.append(["after", self.trainer.fit_loop.batch_idx])
+            for parameter in self.parameters():
+                parameter.grad.add_(parameter.detach(), alpha=0.01)
+
+    alone, twice = fitted(run, Hooked()), fitted(run, Hooked(), accumulate_grad_batches=2)
+    return alone | {"weights": [alone["weights"], twice["weights"]], "seen": [alone["seen"], twice["seen"]]}
+
+
 @row(SECTION, "`training_step` returns None for all batches", slots=["step"])
 class SkipsAll(Ordinary):
     def training_step(self, batch: Any, batch_idx: int) -> None:

@@ -285,3 +285,34 @@ def test_a_layout_that_mindspore_would_find_is_left_to_the_planner() -> None:
         assert "`mm5d plan` searches one" in entry.about
     said = {"parallel": {"parallel_mode": 1}, "parallel_config": {"model_parallel": 2}}
     assert read_configuration(said).of("costs") == ()
+
+
+def test_stages_that_the_section_parallel_alone_says_split_batches_and_have_schedules() -> None:
+    scheduled = {"pipeline_stages": 2, "pipeline_config": {"pipeline_scheduler": "gpipe"}}
+    made = read_configuration({"parallel": scheduled, "parallel_config": {"model_parallel": 2, "micro_batch_num": 4}})
+    model = {"tp_size": 2, "pp_size": 2}
+    assert made.strategy == {"modalities": {"model": model}, "schedule": "gpipe", "batching": {"num_microbatches": 4}}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"parallel": {"pipeline_stages": 4}, "parallel_config": {"pipeline_stage": 2}},
+            r"pipeline_stages?: got \d\. parallel\S*\.pipeline_stages? says \d of the same\. Leave one of them out",
+        ),
+        (
+            {
+                "parallel": {"grad_accumulation_step": 4},
+                "runner_config": {"gradient_accumulation_steps": 2},
+                "parallel_config": {},
+            },
+            r"runner_config.gradient_accumulation_steps: got 2\. parallel.grad_accumulation_step says 4",
+        ),
+    ],
+)
+def test_refuses_knobs_that_contradict_each_other(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_configuration(given)
+    equal = {"parallel": {"pipeline_stages": 2}, "parallel_config": {"pipeline_stage": 2}}
+    assert read_configuration(equal).strategy["modalities"]["model"] == {"pp_size": 2}
