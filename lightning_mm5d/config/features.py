@@ -5,7 +5,7 @@ The core imports no feature. It goes through this list, in this order, and calls
 - ``fields.py`` checks what a user says, without torch; its ``alone``, if any, says why the stages of a modality cannot
   compute microbatches side by side;
 - ``construction.py`` says how modules are built (`trainer.construction.Construction`);
-- ``pipelines.py``, ``cuts.py`` and ``dealing.py`` check unlike replicas, cut their layers and deal samples out to them;
+- ``pipelines.py`` and ``dealing.py`` check unlike replicas, cut their layers and deal samples out to them;
 - ``experts.py`` finds experts that ranks share, and brings tokens to them (`expert_parallel.Experts`);
 - ``checkpoints.py`` says how checkpoints are saved and loaded that are folders (`trainer.checkpoints.Checkpoints`);
 - ``costs.py`` says which layers run again in their backward (`partition.costs`);

@@ -114,7 +114,7 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
             rows[name] = costed(rows[name], kept[name])
         if modality.pipeline.pipelines is not None:
             from_template = partial(_from_template, name=name, num_layers=count)
-            sizes[name], pipelines[name] = part_of("cuts").cut(name, modality, count, balanced, from_template)
+            sizes[name], pipelines[name] = part_of("pipelines").cut(name, modality, count, balanced, from_template)
         elif template is None:
             sizes[name] = balanced(name, modality, count)
         elif template.stages is not None and isinstance(template.stages[0], list):

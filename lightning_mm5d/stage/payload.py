@@ -5,28 +5,21 @@ often the tree holds it. Containers are dicts, lists, tuples (named ones too) an
 whose class this process must have imported already.
 
 It refuses trees with other objects in them, by name.
-
-**Rows of calls.** Arguments of several calls of a module are joined to those of one, and its result is divided again.
-An *item* is one image, frame or sound: a row along dim 0 of the first tensor among a call's arguments, or the rows of
-packed patches that a table of sizes says. Shapes: N items, P rows of packed inputs.
 """
 
 from __future__ import annotations
 
 import base64
-import math
 import pathlib
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.sharded.tensor import Group, NotYetComputed, Sharded, from_local
 from lightning_mm5d.stage.view import StageError
 
@@ -341,181 +334,3 @@ def detached(tree: Any) -> Any:
         return map_tensors(tree, Tensor.detach)
     except ValueError:
         return tree
-
-
-_ROW_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-
-
-class ApartError(Exception):
-    """A call is not joined with others; its text says why."""
-
-
-@dataclass(frozen=True)
-class RowCall:
-    """The arguments of a call.
-
-    Attributes:
-        values: by name, or by place among the arguments without one.
-        form: equal for calls that may be joined.
-        items: N.
-        rows: P; None without a table of sizes.
-    """
-
-    values: Mapping[Any, Any]
-    form: Hashable
-    items: int
-    rows: int | None
-
-    @classmethod
-    def of(cls, args: tuple, kwargs: Mapping[str, Any]) -> RowCall:
-        """Describe a call; raise ApartError where it cannot be joined with any."""
-        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        form = tuple((key, _form(key, value)) for key, value in values.items())
-        given = [value for value in values.values() if isinstance(value, Tensor)]
-        if not given:
-            raise ApartError("none of its arguments is a tensor")
-        for table in given:
-            if table.dim() == 2 and table.shape[1] in (2, 3) and table.dtype in (torch.int64, torch.int32):
-                rows = sum(map(math.prod, table.tolist()))
-                if any(one is not table and len(one) == rows for one in given):
-                    return cls(values, form, len(table), rows)
-        return cls(values, form, len(given[0]), None)
-
-    def length(self, unit: str) -> int:
-        """N or P."""
-        return self.items if unit == "items" or self.rows is None else self.rows
-
-
-def _form(key: Any, value: Any) -> Hashable:
-    """What an argument of calls that may be joined has in common."""
-    if isinstance(value, Tensor) and value.dim() and not is_remote(value) and not isinstance(value, Sharded):
-        if value.requires_grad:
-            raise ApartError(f"its argument {key!r} needs a gradient")
-        return value.dtype, value.device, *value.shape[1:]
-    if isinstance(value, _ROW_PLAIN) or (
-        isinstance(value, tuple) and all(isinstance(one, _ROW_PLAIN) for one in value)
-    ):
-        return value
-    raise ApartError(f"its argument {key!r} is {type(value).__name__}, of which no rows are known")
-
-
-def joined_rows(calls: Sequence[RowCall]) -> tuple[tuple, dict[str, Any]]:
-    """Return the arguments of one call for all; raise ApartError where they do not join."""
-    found: dict[Any, Any] = {}
-    for key, first in calls[0].values.items():
-        column = [call.values[key] for call in calls]
-        if not isinstance(first, Tensor):
-            found[key] = first
-        elif any(all(len(x) == call.length(unit) for x, call in zip(column, calls, strict=True)) for unit in _UNITS):
-            found[key] = torch.cat(column)
-        elif all(is_same_argument(one, first) for one in column):
-            found[key] = first
-        else:
-            raise ApartError(f"its argument {key!r} has neither a row for each item nor equal values in all calls")
-    places = [key for key in found if isinstance(key, int)]
-    return tuple(found[key] for key in places), {key: value for key, value in found.items() if key not in places}
-
-
-_UNITS = ("items", "rows")
-_ENTRIES = "entries"
-RowUnits = dict[Path, set[str]]
-"""what rows of the tensors of a result follow, as far as calls have told"""
-
-
-def rows_of_call(
-    tree: Any, units: RowUnits, calls: Sequence[RowCall], number: int, take: Callable[..., Any], place: Path = ()
-) -> Any:
-    """Return what a joined result has for one of `calls`, of each tensor what `take` gives of it and of all ends."""
-    if isinstance(tree, Tensor):
-        found = {tuple(_ends(tree, calls, unit)) for unit in units.get(place, ())}
-        if len(found) != 1:
-            raise ApartError("its rows do not follow the items")
-        return take(number, tree, found.pop())
-    if _ENTRIES in units.get(place, ()):
-        ends = [0, *accumulate(call.items for call in calls)]
-        return type(tree)(take(0, one, (0, len(one))) for one in tree[ends[number] : ends[number + 1]])
-    if isinstance(tree, Mapping):
-        return type(tree)(
-            **{key: rows_of_call(one, units, calls, number, take, (*place, key)) for key, one in tree.items()}
-        )
-    if isinstance(tree, (list, tuple)):
-        entries = [rows_of_call(one, units, calls, number, take, (*place, at)) for at, one in enumerate(tree)]
-        return type(tree)(*entries) if hasattr(tree, "_fields") else type(tree)(entries)
-    return tree
-
-
-def _ends(tensor: Tensor, calls: Sequence[RowCall], unit: str) -> Iterator[int]:
-    """Yield where the rows of each call begin, and where the last end."""
-    lengths = [call.length(unit) for call in calls]
-    total, count = sum(lengths), len(tensor) if tensor.dim() else 0
-    if not total or any(length * count % total for length in lengths):
-        raise ApartError("its rows do not follow the items")
-    yield from accumulate((length * count // total for length in lengths), initial=0)
-
-
-def row_units(joint: Any, alone: Sequence[Any], calls: Sequence[RowCall]) -> RowUnits:
-    """Return how a joined result divides, given what each call returns alone; raise ApartError where it does not."""
-    units: dict[Path, set[str]] = {}
-
-    def walk(tree: Any, own: Sequence[Any], place: Path) -> None:
-        if any(type(one) is not type(tree) for one in own):
-            raise ApartError("its results are of unlike types")
-        if isinstance(tree, Tensor):
-            fits = set[str]()
-            for unit in _UNITS if calls[0].rows is not None else _UNITS[:1]:
-                try:
-                    ends = list(_ends(tree, calls, unit))
-                except ApartError:
-                    continue
-                pieces = [tree[start:end] for start, end in pairwise(ends)]
-                if all(_is_close(one, piece) for one, piece in zip(own, pieces, strict=True)):
-                    fits.add(unit)
-            if not fits:
-                raise ApartError(
-                    "it gives something else for several microbatches together than for each alone: rows depend on "
-                    "each other, or are not along dim 0 of the result"
-                )
-            units[place] = fits
-        elif isinstance(tree, Mapping):
-            if any(one.keys() != tree.keys() for one in own):
-                raise ApartError("its results have unlike fields")
-            for key, value in tree.items():
-                walk(value, [one[key] for one in own], (*place, key))
-        elif isinstance(tree, (list, tuple)):
-            entries = [entry for one in own for entry in one]
-            if [len(one) for one in own] == [call.items for call in calls] and len(entries) == len(tree):
-                if not all(
-                    isinstance(x, Tensor) and x.dim() and _is_close(y, x) for x, y in zip(tree, entries, strict=True)
-                ):
-                    raise ApartError("it gives something else for several microbatches together than for each alone")
-                units[place] = {_ENTRIES}
-                return
-            if any(len(one) != len(tree) for one in own):
-                raise ApartError("it returns a list without an entry for each item")
-            for at, value in enumerate(tree):
-                walk(value, [one[at] for one in own], (*place, at))
-        elif not isinstance(tree, _ROW_PLAIN) or any(one != tree for one in own):
-            raise ApartError(f"it returns {type(tree).__name__} beside tensors")
-
-    walk(joint, alone, ())
-    return units
-
-
-def _is_close(one: Any, other: Tensor) -> bool:
-    """Whether two results are equal but for rounding."""
-    if not isinstance(one, Tensor) or one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if not one.is_floating_point() or not one.numel():
-        return torch.equal(one, other)
-    off = torch.finfo(one.dtype).eps ** 0.5
-    one, other = one.double(), other.double()
-    return bool((one - other).abs().max() <= off * other.abs().max())
-
-
-def is_same_argument(one: Any, other: Any) -> bool:
-    """Whether arguments are equal; no values are read where they are views of the same memory."""
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return bool(one == other)
-    if one.shape != other.shape:
-        return False
-    return (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride()) or torch.equal(one, other)

@@ -35,6 +35,16 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.microbatch import leaves
 from lightning_mm5d.data.random_state import all_states, kept_random_state, pack_states, seed_all, seed_of
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
+from lightning_mm5d.features.joined_calls.rows import (
+    ApartError,
+    RowCall,
+    RowUnits,
+    is_same_argument,
+    joined_rows,
+    prove_rows_alone,
+    row_units,
+    rows_of_call,
+)
 from lightning_mm5d.partition.compiled import IN_PLACE, is_compiled_in_place
 from lightning_mm5d.partition.parts import has_module, is_metric
 from lightning_mm5d.partition.step_uses import Boundary
@@ -45,16 +55,7 @@ from lightning_mm5d.sharded.removable import Removable, meanwhile
 from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage import Deferred, Run, Runtime
-from lightning_mm5d.stage.payload import (
-    ApartError,
-    RowCall,
-    RowUnits,
-    is_same_argument,
-    joined_rows,
-    row_units,
-    rows_of_call,
-    unsharded,
-)
+from lightning_mm5d.stage.payload import unsharded
 from lightning_mm5d.stage.taps import mark_dependent
 from lightning_mm5d.stage.view import Stop
 from lightning_mm5d.stage.written import attributes, written
@@ -395,6 +396,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
                 except Exception as error:
                     raise ApartError(f"it does not compute several microbatches together ({error})") from error
                 units = row_units(joint, alone, calls)
+                prove_rows_alone(joint, units, calls, compute)
             except ApartError as error:
                 why = str(error)
         group = self._runtime.sharing(modality)

@@ -14,7 +14,7 @@ def check(fields: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: names the field.
     """
-    count = fields.get("num_microbatches")
+    count = fields.get("num_microbatches") or (1 if fields.get("microbatch_size") is None else None)
     for name, modality in (fields.get("modalities") or {}).items():
         field, size = f"modalities.{name}.pipeline.microbatches_per_call", modality.pipeline.microbatches_per_call
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:

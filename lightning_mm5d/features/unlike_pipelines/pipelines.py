@@ -3,13 +3,22 @@
 The rule for ``{min: 3}`` is that of Oobleck (arXiv:2309.08125): pipelines of every length from the smallest that fits
 on, of which some combination uses all ranks. Short pipelines have the smallest bubbles, so there are as many replicas
 as the minimum allows, and their lengths differ by at most one. Imports no torch.
+
+One list of stages serves replicas whose pipelines cut the layers in different places: a stage is what lies between two
+neighbouring cuts of any pipeline, so that all replicas have the same stages and each rank of each of them runs one or
+more in a row. Whatever is said by stage then holds for all replicas: who owns a parameter, what is sent on, and over
+which ranks a gradient is summed, which is layer by layer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import cast
 
 from lightning_mm5d.config.checks import check_template
 from lightning_mm5d.config.errors import ConfigError, did_you_mean, nearest, one_of
@@ -218,3 +227,46 @@ def _check_speeds(name: str, modality: Modality, modalities: Mapping[str, Modali
         if isinstance(speed, bool) or not isinstance(speed, int | float) or not 0 < speed < math.inf:
             rule = "A speed is a positive, finite number"
             raise ConfigError(f"{field}[{index}]", speed, rule, "Use for instance 1.0")
+
+
+def cut(
+    name: str,
+    modality: Modality,
+    count: int,
+    balanced: Callable[[str, Modality, int], list[int]],
+    from_template: Callable[..., list[int]],
+) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
+    """Return the `common_stages` of a modality with `pipelines`.
+
+    Args:
+        name: of the modality.
+        modality: with a list of pipelines.
+        count: its layers.
+        balanced: divides as many layers over the stages of equal pipelines.
+        from_template: divides them as the template of a field says.
+    """
+    alone = with_fields(modality, pipelines=None, speeds=None, dp_size=None)
+    return common_stages(
+        [
+            from_template(f"modalities.{name}.pipeline.pipelines[{index}]", template=one)
+            if isinstance(one, PipelineTemplate)
+            else balanced(name, replace(alone, pp_size=one), count)
+            for index, one in enumerate(cast("list[int | PipelineTemplate]", modality.pipeline.pipelines))
+        ]
+    )
+
+
+def common_stages(pipelines: Sequence[Sequence[int]]) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
+    """Return the number of layers of each stage, and for each pipeline the pipeline rank of each stage.
+
+    Of 12 layers as ``[3, 3, 3, 3]`` and ``[4, 4, 4]`` the stages are ``[3, 1, 2, 2, 1, 3]``, on the pipeline ranks
+    ``(0, 1, 1, 2, 2, 3)`` of the one and ``(0, 0, 1, 1, 2, 2)`` of the other.
+
+    Args:
+        pipelines: layers of each pipeline rank, in order; the sums are equal.
+    """
+    ends = [list(accumulate(sizes)) for sizes in pipelines]
+    cuts = sorted({0, *(end for one in ends for end in one)})
+    stages = [last - first for first, last in pairwise(cuts)] or [0]
+    starts = cuts[: len(stages)]
+    return stages, tuple(tuple(min(bisect_right(one, first), len(one) - 1) for first in starts) for one in ends)

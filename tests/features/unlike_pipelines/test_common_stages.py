@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 
 from lightning_mm5d import ConfigError, Modality
-from lightning_mm5d.features.unlike_pipelines.cuts import common_stages
+from lightning_mm5d.features.unlike_pipelines.pipelines import common_stages
 from lightning_mm5d.layout.layout import even_lengths
 from lightning_mm5d.partition.costs import step_costs
 from lightning_mm5d.plan.plan import Plan
