@@ -53,7 +53,8 @@ class Watch:
         device: where this rank computes.
 
     Attributes:
-        step: epoch and number of the step that was fetched for last, and the states before it.
+        step: epoch and number of the step that was fetched for last, and the states before it: random ones, and that of
+            `stream`, which a validation inside of an accumulation window draws from again where the window is.
         window: the same for the first step of the accumulation window.
         order_seeds: for seeds of distributed samplers in this process, those of the run that it goes on with.
         stream: what orders are drawn from that no sampler seeds; None before training, and with several dataloaders.
@@ -66,8 +67,8 @@ class Watch:
         self.forget()
 
     def forget(self) -> None:
-        self.step: tuple[Any, Any] = (None, None)
-        self.window: tuple[Any, Any] = (None, None)
+        self.step: tuple[Any, Any, dict[str, Any]] = (None, None, {})
+        self.window: tuple[Any, Any, dict[str, Any]] = (None, None, {})
 
     def belongs_to(self, trainer: pl.Trainer) -> bool:
         return self._trainer is trainer
@@ -82,14 +83,18 @@ class Watch:
 
     def fetching(self) -> None:
         steps = _steps(self._trainer)
-        self.step = (_epochs(self._trainer), steps), all_states(self._device)
+        epoch = _epochs(self._trainer)
+        orders = {} if self.stream is None else self.stream.states(epoch)[1]
+        self.step = (epoch, steps), all_states(self._device), orders
         if steps % self._trainer.accumulate_grad_batches == 0:
             self.window = self.step
 
-    def states(self, steps: int) -> Any:
-        """Return the states after `steps` steps of the epoch, before the next one."""
-        kept = {self.window[0]: self.window[1], self.step[0]: self.step[1]}
-        return kept.get((_epochs(self._trainer), steps)) or all_states(self._device)
+    def states(self, steps: int) -> tuple[Any, dict[str, Any]]:
+        """Return the states after `steps` steps of the epoch; no orders where they are those of now."""
+        for step, states, orders in (self.step, self.window):
+            if step == (_epochs(self._trainer), steps):
+                return states, orders
+        return all_states(self._device), {}
 
 
 class Resume:
@@ -161,7 +166,10 @@ class Resume:
         positions = [_gathered(loader.position(steps), wire) for loader in loaders]
         if _begins_epoch(trainer, loops):
             positions = [replace(position, epoch=position.epoch - 1) for position in positions]
-        states = all_states(device) if self._watch is None else self._watch.states(steps)
+        states, orders = (all_states(device), {}) if self._watch is None else self._watch.states(steps)
+        positions = [
+            replace(one, now=one.now | orders) if orders.keys() <= one.now.keys() else one for one in positions
+        ]
         said = {
             "format": 1,
             "seed": seed,

@@ -111,6 +111,12 @@ def test_a_last_batch_that_has_begun_is_taken_again_with_its_window(tmp_path: Pa
     exact(ONE, window, tmp_path / "window", {"num_microbatches": 1}, accumulate_grad_batches=3)
 
 
+def test_a_validation_inside_of_a_window_that_is_taken_again_draws_again(tmp_path: Path) -> None:
+    """The order of the next epoch depends on what validations have drawn."""
+    ends = {name: ("on_train_batch_start", 5, saver, 3) for name, saver in (("validation", {}), ("error", RARELY))}
+    exact(ONE, ends, tmp_path, {"num_microbatches": 1}, val_check_interval=4, accumulate_grad_batches=3)
+
+
 @pytest.mark.parametrize("checkpoint", [pytest.param("full", marks=pytest.mark.exhaustive), "sharded"])
 def test_modalities_resume_from_full_and_sharded_checkpoints(checkpoint: str, tmp_path: Path) -> None:
     names = ("every two steps", "an error inside of a step")
