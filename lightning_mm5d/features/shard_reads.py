@@ -102,7 +102,7 @@ class Reads(TorchFunctionMode):
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)] if func not in _APART else []
         names = {self._made[id(one)][0] if id(one) in self._made else None for one in tensors}
         if len(names) != 1 or None in names:
-            return func(*args, **kwargs)
+            return self._called(func, tensors, args, kwargs)
         (name,) = names
         self._check(str(name), tensors[0], getattr(func, "__name__", ""), args, kwargs)
         result = func(*args, **kwargs)
@@ -111,6 +111,17 @@ class Reads(TorchFunctionMode):
         elif isinstance(result, (Tensor, np.ndarray)):
             self._parts[id(result)] = str(name), result
         return result
+
+    def _called(self, func: Callable, tensors: Sequence[Tensor], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Call `func`; refuse the write of a full tensor into a sharded weight by name."""
+        name, _ = self._made.get(id(tensors[0]), (None, None)) if tensors else (None, None)
+        function = getattr(func, "__name__", "")
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if name is None or not function.endswith("_"):
+                raise
+            raise self._refusal(f"{function}() of {name!r} with a tensor of another size") from error
 
     def _check(self, name: str, tensor: Tensor, function: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if function not in _DIM_AT:

@@ -77,6 +77,11 @@ class Plan:
             rule = "A lazy module gets its parameters in its first call, and a layout needs their sizes before"
             fix = "Give the module its sizes, or call it in __init__"
             raise ConfigError(lazy, type(parameters[lazy]).__name__, rule, fix)
+        dense = parameters | dict(module.named_buffers()) if layout.size > 1 else {}
+        if sparse := next((name for name, tensor in dense.items() if tensor.layout != torch.strided), None):
+            rule = "Ranks give each other weights and buffers as dense tensors"
+            fix = "Make it dense, or delete it where training does not use it (`del whisper.alignment_heads`)"
+            raise ConfigError(sparse, f"a tensor of layout {dense[sparse].layout}", rule, fix)
         sizes = {name: p.numel() for name, p in parameters.items()}
         tied = frozenset(parameters) - {name for name, _ in module.named_parameters()}
         cut = partition(module, modalities)

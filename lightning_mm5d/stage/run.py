@@ -256,7 +256,7 @@ class Run:
     def _resume(self) -> None:
         """Compute again, in a further pass."""
         if self._tail is not None:
-            self._tail.undo_buffers()
+            self._tail.keep()
             self._tail = None
 
     def __enter__(self) -> Run:
@@ -363,7 +363,7 @@ class Run:
             self._pass(modality).enter(layer)
             # a first stage is entered again with results of later ones
             again = self.stage.cuts[modality].index == 0 and self._pass(modality).number > 0
-            if again and any(is_remote(tensor) for _, tensor in tensors_in(hidden_of(args, kwargs))):
+            if again and any(is_remote(tensor) for _, tensor in tensors_in((args, kwargs))):
                 raise StageError(
                     f"the step passes again through the layers of {modality}, with an input that depends on what the "
                     "pass before gave, which a later stage computes: a training step with pp_size > 1 may call the "

@@ -25,6 +25,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_mm5d.sharded.remote_value import is_remote
+from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.stage.remote import copied_buffers
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.stage.written import StaleAttributes, Written, attributes, written
@@ -147,8 +149,19 @@ class Tail:
         """Put all back."""
         vars(self._root).clear()
         vars(self._root).update(self._attributes)
-        self.undo_buffers()
-
-    def undo_buffers(self) -> None:
-        """Put the buffers back; a further pass may read the attributes."""
         self._buffers.close()
+
+    def keep(self) -> None:
+        """Let what was written stay, for a further pass, but in buffers that took values of later stages."""
+        modules = [*self._root.modules()]
+        written = [dict(module._buffers) for module in modules]
+        self._buffers.close()
+        for module, buffers in zip(modules, written, strict=True):
+            for name, buffer in buffers.items():
+                before = module._buffers[name]
+                if buffer is None or before is None or is_remote(buffer) or is_remote(before):
+                    continue
+                if version_of(buffer):  # counted as a write, which the kernels of a batch norm are not
+                    before.detach().copy_(buffer)
+                else:
+                    before.data.copy_(buffer)

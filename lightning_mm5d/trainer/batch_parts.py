@@ -152,6 +152,11 @@ class BatchParts:
             return Microbatch(batch, sum(part.samples for part in parts)) if len(parts) == 2 else None
         return joined_parts(batch, parts[:2], self._packed)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether each replica's batch is known to be one microbatch."""
+        return self.count == 1 and self.is_equal_everywhere()
+
     def is_equal_everywhere(self) -> bool:
         """Whether the first batches of all replicas are known to have equal numbers of microbatches."""
         return self.count is not None and not self.deals and not self._varies()

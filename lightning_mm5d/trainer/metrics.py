@@ -14,10 +14,10 @@ All ranks must call `compute`, as under any distributed strategy.
 A stage before the last throws away what it makes of a metric. So it skips updates there, and a forward changes nothing:
 where it cannot compute with values of other ranks it gives one of these.
 
-While a schedule runs (`MetricSync.local`) a sync does nothing: a `compute()` inside a step covers what this
-replica has seen, and so does the batch value of a metric with ``dist_sync_on_step=True``; where a batch has several
-microbatches, a warning tells of the former. After it, metrics count the batch as one (`JoinedMetrics`). A metric that
-counts updates by a number counts microbatches.
+While a schedule runs (`MetricSync.local`) the last stages of all replicas sync where each has one microbatch, as
+under DDP. With several a sync does nothing: a `compute()` inside a step covers what this replica has seen, as a warning
+tells, and so does the batch value of a metric with ``dist_sync_on_step=True``. After it, metrics count the batch as one
+(`JoinedMetrics`). A metric that counts updates by a number counts microbatches.
 
 Refuses a metric with a `process_group` of its own: which ranks hold states is the layout's business.
 
@@ -332,7 +332,7 @@ class MetricSync:
         self._trackers: list[MetricTracker] = []
         self._undo: list[tuple[Metric, dict[str, Any]]] = []
         self._guard, self._thrown_away = guard, set[int]()  # ids of the metrics in a forward that changes nothing
-        self._is_local = False
+        self._is_local = self._meets = False
         self._joined: JoinedMetrics | None = None
         self._told = set[int]()  # ids of metrics of which `_tell_of_a_part` has warned
 
@@ -363,8 +363,8 @@ class MetricSync:
                 sync_on_compute(metric)
             if metric.dist_sync_on_step:
                 warnings.warn(
-                    f"{name}(dist_sync_on_step=True): nothing can be synced inside a pipelined step, so its"
-                    " step value covers this replica only.",
+                    f"{name}(dist_sync_on_step=True): with several microbatches nothing can be synced inside a step, so"
+                    " its step value covers this replica only.",
                     stacklevel=2,
                 )
             own = {"sync": partial(self._sync, metric)}
@@ -426,8 +426,10 @@ class MetricSync:
                 one.put_back()
 
     @contextmanager
-    def local(self, joined: JoinedMetrics | None = None) -> Iterator[None]:
+    def local(self, joined: JoinedMetrics | None = None, *, meets: bool = False) -> Iterator[None]:
         """Around a schedule, on every rank: nothing in it communicates, and `joined` joins the calls in it.
+
+        With `meets`, all replicas run one microbatch each, and those of the last stage sync in it.
 
         Afterwards cached results are dropped on all ranks: only ranks of the last stage have updated, and they would
         be alone in the next sync. The other ranks count as updated, or `compute` would warn there.
@@ -438,7 +440,7 @@ class MetricSync:
                 for name in ("sync", "forward", "reset"):  # of what it is a copy of
                     vars(metric).pop(name, None)
                 self.attach([metric])
-        self._is_local, self._joined = True, joined
+        self._is_local, self._joined, self._meets = True, joined, meets
         try:
             yield
             if joined is not None:
@@ -482,7 +484,8 @@ class MetricSync:
         distributed_available: Callable[[], bool] | None = None,
     ) -> None:
         """`Metric.sync` over the ranks of the layout, which `process_group` does not change."""
-        if self._is_local or not should_sync:
+        meets = self._meets and self._group is not None and self._guard is not None and self._guard.ends_here
+        if not should_sync or (self._is_local and not meets):
             if should_sync and self._joined is not None and self._joined.covers_a_part(metric):
                 self._tell_of_a_part(metric)
             return
@@ -491,7 +494,7 @@ class MetricSync:
         begin_sync(metric)
         if self._group is not None:
             gather_states(metric, dist_sync_fn or gather_all_tensors, self._group)
-        if self._has_others:
+        if self._has_others and not self._is_local:
             self._publish(metric)
         end_sync(metric)
 

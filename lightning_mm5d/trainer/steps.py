@@ -435,7 +435,7 @@ class Steps:
         """
         with (
             self._capture.capture() as joined,
-            self._metrics.local(joined if step.is_split else None),
+            self._metrics.local(joined if step.is_split else None, meets=self.batch_parts.is_whole),
             step.counting(),
         ):
             try:

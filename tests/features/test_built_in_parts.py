@@ -163,6 +163,13 @@ def test_a_lazy_parameter_is_refused_by_its_name() -> None:
         Run(PIPE).trainer().strategy.plan(module)
 
 
+def test_a_sparse_buffer_is_refused_by_its_name_where_there_are_several_ranks() -> None:
+    module = Toy()
+    module.encoder.register_buffer("heads", torch.eye(3).to_sparse())
+    with pytest.raises(ConfigError, match=r"^encoder\.heads: got 'a tensor of layout torch.sparse_coo'"):
+        Run(PIPE).trainer().strategy.plan(module)
+
+
 def test_a_layout_that_does_not_fit_is_refused_before_there_are_processes() -> None:
     layout = Layout({"vision": Modality(**VISION), "language": Modality(pp_size=5, **LANGUAGE)}, 6)
     with pytest.raises(ConfigError, match="pp_size"):

@@ -191,22 +191,84 @@ class SupervisedTwice(Supervised):
 
 
 class Normed(Logged):
-    """Two passes through batch norms in all layers, whose statistics count both, and whose head's too."""
+    """Two passes through batch norms in all layers, in front of them and after, whose statistics count both."""
 
     def __init__(self) -> None:
         super().__init__()
         for layers, size in ((self.encoder.layers, WIDTH), (self.decoder.layers, TOKENS)):
             for layer in layers:
                 layer.norm = nn.BatchNorm1d(size).double()
-        self.after = nn.BatchNorm1d(CLASSES).double()
+        self.before, self.after = nn.BatchNorm1d(WIDTH).double(), nn.BatchNorm1d(CLASSES).double()
+        self.register_buffer("passes", torch.zeros(()).double())
+
+    def one_pass(self, batch: dict[str, Tensor], scale: float) -> Tensor:
+        self.passes += 1
+        features = self.before(self.encoder(batch["images"] * scale))
+        return self.after(self.decoder(batch["tokens"], features))
 
     def total(self, batch: dict[str, Tensor]) -> Tensor:
-        one = self.after(self(batch))
-        other = self.after(self({**batch, "images": batch["images"] * 0.3}))
+        one, other = self.one_pass(batch, 1.0), self.one_pass(batch, 0.3)
         return F.cross_entropy(one, batch["label"]) + F.mse_loss(one, other)
 
 
-CASES = (Measured, Flat, Steered, Guarded, Twice, FlatTwice, EncodedTwice, Supervised, SupervisedTwice, Normed)
+class Stream(nn.Module):
+    """A layer of two streams: what is asked, and what is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, query: Tensor, content: Tensor) -> tuple[Tensor, Tensor]:
+        read = torch.tanh(self.mix(content))
+        return query + read.mean(1), content + read
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(16, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.layers = nn.ModuleList([Stream() for _ in range(4)])
+
+    def forward(self, tokens: Tensor, features: Tensor) -> Tensor:
+        query, content = features, self.embedding(tokens)
+        for layer in self.layers:
+            query, content = layer(query, content)
+        return self.head(query)
+
+
+class Decoding(Logged):
+    """Decodes in validation: each pass asks the same, and reads the tokens that the passes before chose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(6)
+            self.decoder: Any = Reader().double()
+
+    def total(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self(batch), batch["label"])
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        tokens, features = batch["tokens"].clone(), self.encoder(batch["images"])
+        for place in range(3):
+            logits = self.decoder(tokens, features)
+            tokens[:, place] = logits.argmax(-1) + 3
+        self.log("val_loss", F.cross_entropy(logits, batch["label"]), sync_dist=True)
+
+
+CASES = (
+    Measured,
+    Flat,
+    Steered,
+    Guarded,
+    Twice,
+    FlatTwice,
+    EncodedTwice,
+    Supervised,
+    SupervisedTwice,
+    Decoding,
+    Normed,
+)
 FLAT = (Flat, Steered, FlatTwice)
 
 
@@ -220,7 +282,7 @@ def trained(run: Run) -> Any:
                 continue
             run = Run(run.layout, {**run.options, "num_microbatches": 1})
         module, trainer = case(), run.trainer(max_epochs=2)
-        trainer.fit(module, run.training())
+        trainer.fit(module, run.training(), run.loader(8) if case is Decoding else None)
         found[case.__name__] = {"logged": figures(trainer), "weights": weights(module)}
     return found
 

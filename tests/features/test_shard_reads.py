@@ -58,3 +58,13 @@ def test_a_copy_that_a_step_keeps_is_refused() -> None:
     for kept in (copy, sizes, array):
         with pytest.raises(ConfigError, match=r"what is made of 'layer.weight' in self.old"):
             watched.check_kept({"old": {"layer.weight": kept}})
+
+
+def test_a_full_tensor_written_into_a_sharded_weight_is_refused_by_the_name_of_the_weight() -> None:
+    weight = nn.Parameter(torch.ones(3, 2))
+    with Reads("validation_step", {"layer.weight": weight}, {"layer.weight": (0,)}):
+        with pytest.raises(ConfigError, match=r"validation_step: got .copy_\(\) of .*layer.weight.* of another size"):
+            weight.data.copy_(torch.ones(6, 2))
+        with pytest.raises(RuntimeError, match="size"):
+            torch.ones(3).copy_(torch.ones(4))
+        weight.data.copy_(torch.zeros(3, 2))

@@ -110,6 +110,22 @@ class Collections(Ordinary):
         self.val_metrics.reset()
 
 
+@row(
+    SECTION,
+    'the rate so far, computed in the step: `self.rate.update(...)` and `self.log("rate", self.rate.compute())`',
+    tolerance=1e-6,
+    differs=dict.fromkeys(("split", "pp"), "it covers the microbatches so far, as a warning tells"),
+)
+class ComputedInStep(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = MulticlassAccuracy(CLASSES, average="micro")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.rate.update(self(batch), batch["label"])
+        self.log("rate", self.rate.compute(), on_epoch=True)
+
+
 @row(SECTION, "the best value so far: `MinMetric` in `on_validation_epoch_end`", tolerance=1e-6)
 class Best(Ordinary):
     def __init__(self) -> None:
