@@ -469,7 +469,14 @@ void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = c10::IValue(Device(DeviceType::CPU));
     }
   }
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  try {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  } catch (const c10::Error& error) {  // of a kernel that gives its result another size
+    if (std::string(error.what()).find("not resizable") == std::string::npos) throw;
+    stack->resize(first);
+    stack->insert(stack->end(), given.begin(), given.end());
+    return at::native::cpu_fallback(op, stack);
+  }
   size_t returned = schema.returns().size();
   for (size_t i = 0; i < returned; ++i) {
     c10::IValue& value = (*stack)[stack->size() - returned + i];

@@ -497,5 +497,5 @@ _NAMES: dict[Any, str] = {
     if callable(getattr(owner, name, None)) and not isinstance(getattr(owner, name), torch.dtype)
 }
 # what modes around the step ask of each result of an operation
-_WATCHED = (Tensor.is_inference, Tensor._version.__get__, Tensor.grad_fn.__get__)  # type: ignore[attr-defined]
+_WATCHED = (Tensor.is_inference, Tensor._version.__get__, Tensor.grad_fn.__get__)  # type: ignore[attr-defined, union-attr]
 _ATTRIBUTES = {Tensor.device.__get__: "device", Tensor.dtype.__get__: "dtype"}  # type: ignore[attr-defined]
