@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.engine.codec import receive_tree, send_tree
+from lightning_mm5d.engine.codec import broadcast, bytes_of, receive_tree, send_tree
 from lightning_mm5d.plan.holdings import Holding, Holdings, narrowed
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import (
@@ -144,7 +144,7 @@ def equalize(root: nn.Module, device: torch.device) -> None:
             while tensors and sum(t.numel() for t in bucket) + tensors[0].numel() <= _BUCKET_ELEMENTS:
                 bucket.append(tensors.pop(0))
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(device)
-            dist.broadcast(flat, 0)
+            flat = broadcast(flat, 0)
             for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(piece.view_as(tensor))
 
@@ -316,9 +316,8 @@ def share_buffers(root: nn.Module, plan: Plan, *, wire: torch.device, buffers: B
     settle(root.buffers())
     for name, buffer in root.named_buffers():
         if name not in plan.division.shards:
-            message = buffer.detach().to(wire).contiguous()
-            dist.broadcast(message, sources.get(name, plan.ownership.primary_ranks(name)[0]))
-            buffer.data.copy_(message)
+            source = sources.get(name, plan.ownership.primary_ranks(name)[0])
+            buffer.data.copy_(broadcast(buffer.detach().to(wire), source))
     if missing is not None:
         raise missing
 
@@ -355,10 +354,10 @@ def _collect(
             own = shape if holding is None else holding.own
             here = value if holding is None or rank != keeper else holding.own_part(value)
             if keeper != target and rank == keeper:
-                dist.send(here.detach().to(wire).contiguous(), target)
+                dist.send(bytes_of(here.detach().to(wire)), target)
             elif keeper != target:
                 here = torch.empty(own, dtype=value.dtype, device=wire)
-                dist.recv(here, keeper)
+                dist.recv(bytes_of(here), keeper)
                 here = here.to(HOST)
             if rank != target:
                 continue

@@ -296,6 +296,21 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
+def broadcast(tensor: Tensor, src: int) -> Tensor:
+    """Return a tensor of any dtype as the global rank `src` has it; collective.
+
+    Gloo and NCCL carry no integers of 16 bits, and no unsigned ones but uint8.
+
+    Args:
+        tensor: where messages of the default group live, of one shape and dtype on all ranks; without gaps its memory
+            gets the values.
+        src: global rank.
+    """
+    message = bytes_of(tensor)
+    dist.broadcast(message, src)
+    return message.view(tensor.dtype).view(tensor.shape)
+
+
 def _riders(sizes: Sequence[int], room: int) -> int:
     """Return how many of the first parts, of ``sizes`` bytes, travel in the first message."""
     return sum(end <= room for end in accumulate(sizes))

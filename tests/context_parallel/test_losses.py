@@ -42,6 +42,9 @@ class Head(TinyModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return self.losses[batch_idx](self, batch)
 
+    def weigh(self, first: float, last: float, count: int) -> Tensor:
+        return torch.linspace(first, last, count, device=self.device)
+
     def inputs(self, batch: Batch) -> dict[str, Any]:
         return {**self.fixed, "input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
 
@@ -81,7 +84,7 @@ def shifted_by_slicing(module: Head, batch: Batch) -> Tensor:
 
 
 def of_a_loss_module_with_smoothing(module: Head, batch: Batch) -> Tensor:
-    criterion = nn.CrossEntropyLoss(label_smoothing=0.1, weight=torch.linspace(1, 2, VOCABULARY), ignore_index=-100)
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.1, weight=module.weigh(1, 2, VOCABULARY), ignore_index=-100)
     criterion.label_smoothing = 0.1
     return criterion(module.logits(batch)[:, :-1].reshape(-1, VOCABULARY), batch["labels"][:, 1:].reshape(-1))
 
@@ -89,7 +92,7 @@ def of_a_loss_module_with_smoothing(module: Head, batch: Batch) -> Tensor:
 def of_tokens_that_weigh_unlike(module: Head, batch: Batch) -> Tensor:
     logits = module.logits(batch)[:, :-1].flatten(0, 1)
     losses = F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="none")
-    weight = torch.linspace(0.5, 1.5, losses.numel()).to(losses.dtype)
+    weight = module.weigh(0.5, 1.5, losses.numel())
     return (losses * weight).sum() / weight.sum()
 
 
@@ -155,7 +158,7 @@ def contrastive(module: Head, batch: Batch) -> Tensor:
     other = F.normalize(
         module.project(module.hidden({**batch, "input_ids": batch["input_ids"].flip(0)})[:, -1]), dim=-1
     )
-    return F.cross_entropy(one @ other.T / 0.1, torch.arange(len(one)))
+    return F.cross_entropy(one @ other.T / 0.1, torch.arange(len(one), device=one.device))
 
 
 def penalized(module: Head, batch: Batch) -> Tensor:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import operator
 import random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import masking_utils as hf
 
 from context_parallel.mask_cases import brute, check, padding, runs
 from lightning_mm5d.context_parallel.masks.mask import Mask, MaskFunction
+from lightning_mm5d.sharded.torch_internals import version_of
 
 
 def in_place(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -48,6 +51,28 @@ def test_an_error_in_a_mask_function_is_raised() -> None:
     mask = Mask(hf.padding_mask_function(padding(1, 100)), batch=1, q_length=200, k_length=200, device="cpu")
     with pytest.raises(IndexError):
         mask.work()
+
+
+class Asking(TorchFunctionMode):
+    """Asks of each result what features that watch a step ask."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            assert result.grad_fn is None
+            assert not version_of(result)
+        return result
+
+
+def test_functions_are_followed_in_a_step_that_is_watched() -> None:
+    def mask() -> Mask:
+        function = hf.and_masks(hf.causal_mask_function, lambda b, h, q, k: q - k < 9)
+        return Mask(function, batch=2, q_length=40, k_length=40, device="cpu")
+
+    with Asking():
+        found = mask().key
+    assert found is not None
+    assert found == mask().key
 
 
 class Random:

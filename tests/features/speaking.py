@@ -98,8 +98,9 @@ class Drawing(Speaking):
         out = self.model.thinker(batch["tokens"], batch["images"], batch["label"])
         codes = self.model.talker(self.bridge(out["hidden"]))
         spoken = F.cross_entropy(codes.flatten(0, 1), batch["tokens"].flatten() % CODES)
-        noise = torch.randn(out["hidden"].shape, dtype=torch.float64)
-        time = torch.randint(4, (len(noise),))
+        device = out["hidden"].device
+        noise = torch.randn(out["hidden"].shape, dtype=torch.float64, device=device)
+        time = torch.randint(4, (len(noise),), device=device)
         self.noises.append(float(noise.sum()))
         drawn = self.model.painter(out["hidden"] + noise * (1 + time[:, None, None]) + self.time(time)[:, None])
         return out["loss"] + 0.5 * spoken + 0.25 * (drawn - noise[..., :CODES]).square().mean()

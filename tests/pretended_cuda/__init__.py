@@ -77,7 +77,7 @@ def built() -> Any:
         fcntl.flock(turn, fcntl.LOCK_EX)
         (folder / "lock").unlink(missing_ok=True)  # torch's own, of a process that is gone: the turn is ours
         warnings.simplefilter("ignore")
-        return cpp_extension.load(name, [str(source)], extra_cflags=["-O0"], build_directory=str(folder))
+        return cpp_extension.load(name, [str(source)], extra_cflags=["-O1"], build_directory=str(folder))
 
 
 def _count() -> int:

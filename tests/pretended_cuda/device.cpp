@@ -9,6 +9,7 @@
 #include <array>
 #include <cstring>
 #include <mutex>
+#include <unordered_map>
 #include <unordered_set>
 
 namespace {
@@ -409,6 +410,87 @@ bool waits_for(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   return false;
 }
 
+// Whether each result is new, or an argument that the operation writes to and does not resize.
+bool takes_memory_as_it_is(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+  size_t count = schema.arguments().size();
+  for (size_t i = 0; i < count; ++i) {
+    const c10::IValue& value = stack[stack.size() - count + i];
+    if (schema.arguments()[i].is_out() && !(value.isTensor() && value.toTensor().numel() > 0)) return false;
+  }
+  for (const auto& result : schema.returns()) {
+    if (result.type()->kind() != c10::TypeKind::TensorType) return false;
+    if (result.alias_info() != nullptr && !result.alias_info()->isWrite()) return false;
+  }
+  return true;
+}
+
+Tensor of_device(const Tensor& host, Device device) {  // a new tensor of the host, whose memory the device takes over
+  auto* owner = new Tensor(host);
+  void* memory = host.storage().mutable_data();
+  c10::DataPtr pointer(memory, owner, [](void* one) { delete static_cast<Tensor*>(one); }, device);
+  c10::Storage storage(c10::Storage::use_byte_size_t(), host.storage().nbytes(), std::move(pointer), &device_memory, true);
+  Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                                         host.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
+  return made;
+}
+
+// As `at::native::cpu_fallback`, without copies.
+void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  if (!takes_memory_as_it_is(schema, *stack)) return at::native::cpu_fallback(op, stack);
+  size_t count = schema.arguments().size(), first = stack->size() - count;
+  std::vector<c10::IValue> given(stack->begin() + first, stack->end());
+  std::optional<Device> device;
+  std::unordered_map<const c10::TensorImpl*, Tensor> aliases;
+  std::unordered_set<const void*> taken;
+  auto host = [&](const Tensor& x) {
+    if (!x.defined() || !x.is_cuda()) return x;
+    if (!device.has_value()) device = x.device();
+    Tensor& alias = aliases[x.unsafeGetTensorImpl()];
+    if (!alias.defined()) taken.insert((alias = on_host(x)).storage().data());
+    return alias;
+  };
+  for (size_t i = 0; i < count; ++i) {
+    c10::IValue& value = (*stack)[first + i];
+    if (value.isTensor()) {
+      value = host(value.toTensor());
+    } else if (value.isTensorList()) {
+      c10::List<Tensor> found;
+      for (const Tensor& x : value.toTensorVector()) found.push_back(host(x));
+      value = c10::IValue(found);
+    } else if (value.isOptionalTensorList()) {
+      c10::List<std::optional<Tensor>> found;
+      for (const std::optional<Tensor>& x : value.toOptionalTensorVector())
+        found.push_back(x.has_value() ? std::optional<Tensor>(host(*x)) : std::nullopt);
+      value = c10::IValue(found);
+    } else if (value.isDevice()) {
+      device = value.toDevice();
+      value = c10::IValue(Device(DeviceType::CPU));
+    }
+  }
+  try {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  } catch (const c10::Error& error) {  // of a kernel that gives its result another size
+    if (std::string(error.what()).find("not resizable") == std::string::npos) throw;
+    stack->resize(first);
+    stack->insert(stack->end(), given.begin(), given.end());
+    return at::native::cpu_fallback(op, stack);
+  }
+  size_t returned = schema.returns().size();
+  for (size_t i = 0; i < returned; ++i) {
+    c10::IValue& value = (*stack)[stack->size() - returned + i];
+    const auto* alias = schema.returns()[i].alias_info();
+    if (alias != nullptr) {
+      for (size_t k = 0; k < count; ++k)
+        if (schema.arguments()[k].alias_info() != nullptr && *schema.arguments()[k].alias_info() == *alias) value = given[k];
+    } else if (value.isTensor() && value.toTensor().defined()) {
+      const Tensor& made = value.toTensor();
+      value = of_device(taken.count(made.storage().data()) == 0 ? made : made.clone(), device.value_or(Device(DeviceType::CUDA, current)));
+    }
+  }
+}
+
 // Computes on the host. Random numbers come from the generator of the device.
 void on_host_instead(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   check_devices(op, *stack);
@@ -419,7 +501,7 @@ void on_host_instead(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   } kernel;
   const auto& arguments = op.schema().arguments();
   if (!op.hasTag(at::Tag::nondeterministic_seeded)) {
-    at::native::cpu_fallback(op, stack);
+    compute(op, stack);
     return;
   }
   at::Generator generator = default_generator(current);
@@ -434,7 +516,7 @@ void on_host_instead(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::Generator host = at::detail::getDefaultCPUGenerator();
   Tensor before = host.get_state();
   host.set_state(generator.get_state());
-  at::native::cpu_fallback(op, stack);
+  compute(op, stack);
   generator.set_state(host.get_state());
   host.set_state(before);
 }
@@ -469,6 +551,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   // torch would compose these, with intermediate results rounded to bfloat16, which kernels of CPU and CUDA do not do
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&on_host_instead>());
   m.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&on_host_instead>());
+  // torch would choose kernels by the type of the device
+  m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&on_host_instead>());
   m.impl("record_stream", record_stream);
 }
 

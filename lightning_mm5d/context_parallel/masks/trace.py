@@ -326,6 +326,8 @@ class _Tracer:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the marked result of `func`; at least one argument is marked."""
+        if func in _WATCHED:
+            return func(*args)
         if func in _ATTRIBUTES:
             return self._device if _ATTRIBUTES[func] == "device" else self._dtype(self._read(args[0]))
         name = _NAMES.get(func)
@@ -494,4 +496,6 @@ _NAMES: dict[Any, str] = {
     for owner in (torch, Tensor)
     if callable(getattr(owner, name, None)) and not isinstance(getattr(owner, name), torch.dtype)
 }
+# what modes around the step ask of each result of an operation
+_WATCHED = (Tensor.is_inference, Tensor._version.__get__, Tensor.grad_fn.__get__)  # type: ignore[attr-defined, union-attr]
 _ATTRIBUTES = {Tensor.device.__get__: "device", Tensor.dtype.__get__: "dtype"}  # type: ignore[attr-defined]

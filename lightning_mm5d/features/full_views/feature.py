@@ -33,6 +33,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError, RankLostError, RankMismatchError, RemoteParameterError
+from lightning_mm5d.engine.codec import broadcast
 from lightning_mm5d.expert_parallel import parameters_of
 from lightning_mm5d.features.full_views.full_states import (
     Awaited,
@@ -464,10 +465,8 @@ class _FullViews(Attached):
                 if buffer is None or full_name in self._plan.division.shards:
                     continue
                 source = sources.get(full_name, self._plan.ownership.primary_ranks(full_name)[0])
-                message = buffer.detach().to(self._wire).contiguous().clone()
-                dist.broadcast(message, source)
+                shown = broadcast(buffer.detach().to(self._wire).clone(), source).to(buffer.device)
                 if keeps and source != self._rank:
-                    shown = message.to(buffer.device)
                     module._buffers[name] = shown
                     self._swapped.append((module, name, shown, buffer))
 

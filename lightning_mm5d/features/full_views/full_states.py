@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.engine.codec import broadcast
 from lightning_mm5d.plan.holdings import DataShards, Holding, Holdings, Part, narrowed
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import TELLING, plain
@@ -128,7 +129,7 @@ class PartExchange:
             for (one, holding, part), piece in zip(parts, pieces, strict=True):
                 if one.present is not None:
                     piece.copy_(_region(one.present, holding, part).reshape(-1))
-        dist.broadcast(flat, keeper)
+        broadcast(flat, keeper)
         for (one, _, part), piece in zip(parts, pieces, strict=True):
             if one.full is not None:
                 region = narrowed(one.full, part.full)
