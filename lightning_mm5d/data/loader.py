@@ -236,10 +236,10 @@ class _StreamIteration(_ShardIteration):
 
     others: Sequence[_StreamIteration] = ()
 
-    def resume(self, position: Position, seed: int, epoch: int) -> None:
-        super().resume(position, seed, epoch)
+    def resume(self, position: Position, seed: int, epoch: int, *, is_left: bool = False) -> None:
+        super().resume(position, seed, epoch, is_left=is_left)
         for other in self.others:
-            other.resume(position, seed, epoch)
+            other.resume(position, seed, epoch, is_left=is_left)
 
     def batches(self) -> Iterator[Any]:
         if not self.others:

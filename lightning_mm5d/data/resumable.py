@@ -157,6 +157,7 @@ class Resumable:
     """takes a batch before it is needed"""
 
     _pending: Position | None = None
+    _left: Any = None  # a state of its own that the next pass goes on with, in an epoch that has just begun
     _rest: list[Any] | None = None
     _began = 0
     _earlier: Sequence[list[Any]] = ()
@@ -219,13 +220,15 @@ class Resumable:
 
     # --- resuming ---
 
-    def resume(self, position: Position, seed: int, epoch: int) -> None:
+    def resume(self, position: Position, seed: int, epoch: int, *, is_left: bool = False) -> None:
         """Go on from `position` at the next pass over the data.
 
         Args:
             position: of this loader.
             seed: of the run that saved it.
             epoch: that the trainer goes on with.
+            is_left: whether the trainer ended the position's epoch before its data did, as by `max_steps`: a state of
+                the loader's own goes on then, as in plain Lightning.
 
         Raises:
             ConfigError: the position lies in the midst of this epoch, and this loader cannot go on from it.
@@ -243,6 +246,8 @@ class Resumable:
         if position.epoch != epoch:
             set_generator_states(position.now, *self._holders())
             order.set_epoch(epoch)
+            if is_left and position.kind == "stateful":
+                self._left = position.own.get(self._shard_key)
             return
         self._check(position)
         order.set_epoch(epoch)
@@ -312,6 +317,7 @@ class Resumable:
         """Begin a pass; return the number of its first batch, and how many batches before it must be read again."""
         position, self._pending = self._pending, None
         rest, self._rest = self._rest, None
+        left, self._left = self._left, None
         order, first, dropped = self.served_order, self.progress.taken(), 0
         start = Start(batch=first)
         self._states = None
@@ -324,6 +330,8 @@ class Resumable:
         if position is None:
             self._began, self._earlier, self._cycled = first, (), first > 0
             self._before, self._begun = self._generators(), None
+            if left is not None:
+                self.own_loader().load_state_dict(left)
         else:
             *earlier, (_, _, batches) = position.segments
             continues = self._continues(position)

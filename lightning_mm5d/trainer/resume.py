@@ -309,9 +309,10 @@ def _place_loaders(trainer: pl.Trainer, loaders: list[Resumable], saved: Mapping
     if len(positions) != len(loaders):
         rule = f"The checkpoint was saved with {len(positions)}"
         raise ConfigError("train_dataloader", f"{len(loaders)} dataloaders", rule, "Return the same dataloaders")
-    epoch = _epochs(trainer)
+    epoch, progress = _epochs(trainer), trainer.fit_loop.epoch_loop.batch_progress
+    is_left = not progress.is_last_batch and _steps(trainer) < trainer.num_training_batches
     for loader, position in zip(loaders, positions, strict=True):
-        loader.resume(position, int(saved["seed"]), epoch)
+        loader.resume(position, int(saved["seed"]), epoch, is_left=is_left)
     if any(position.epoch == epoch for position in positions):
         _place(trainer, loaders)
     else:

@@ -66,6 +66,27 @@ class Batches:
             yield default_collate([self.samples[index] for index in range(start, start + self.batch)])
 
 
+class StatefulBatches(Batches):
+    """The same with a state of their own."""
+
+    place = 0
+
+    def __len__(self) -> int:
+        return len(self.samples) // self.batch
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in list(super().__iter__())[self.place :]:
+            self.place += 1
+            yield batch
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
 class Single(Dataset):
     """Each item is a batch of four samples."""
 

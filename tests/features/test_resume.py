@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import (
     DataLoader,
@@ -23,8 +24,10 @@ from features.resuming import (
     Drawn,
     Shuffled,
     Single,
+    StatefulBatches,
     StatefulStream,
     Streamed,
+    Watched,
     assert_exact,
     loader,
     stopped_and_resumed,
@@ -111,6 +114,42 @@ def test_loaders_of_several_replicas_go_on_to_the_last_bit(tmp_path: Path) -> No
 def test_several_batches_for_each_step_go_on_to_the_last_bit(tmp_path: Path) -> None:
     cases = {"shuffled": Case(loader(batch=2, shuffle=True))}
     exact(PIPE, cases, [2], tmp_path, num_microbatches=3, microbatching="loader")
+
+
+class SaveAtEnd(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def ended_by_max_steps(run: Run) -> list[Any]:
+    found = []
+    for number, made in enumerate(
+        (
+            lambda: StatefulBatches(24, 4),
+            lambda: [StatefulBatches(24, 4), StatefulBatches(24, 4)],
+            lambda: StatefulDataLoader(Drawn(24), 4),
+            lambda: StatefulDataLoader(StatefulStream(24), 4),
+        )
+    ):
+        seen: list[Any] = []
+        path = None
+        for steps in (2, 3, 5):
+            module, saver = Watched(), SaveAtEnd(run.folder / f"{number}-{steps}")
+            run.trainer(max_steps=steps, max_epochs=-1, callbacks=[saver]).fit(module, made(), ckpt_path=path)
+            path = saver.path
+            seen += [indices for _, _, indices in module.steps]
+        found.append(seen)
+    return found
+
+
+def test_a_state_of_the_loader_goes_on_where_max_steps_ended_an_epoch(tmp_path: Path) -> None:
+    """As in plain Lightning, which counts an epoch then and hands the loader its state."""
+    found = together(ONE, ended_by_max_steps, tmp_path, num_microbatches=1)[0]
+    batch = [tuple(range(start, start + 4)) for start in range(0, 20, 4)]
+    assert found == [batch, [(one, one) for one in batch], batch, batch]
 
 
 @pytest.mark.exhaustive

@@ -40,6 +40,10 @@ They see what this strategy does otherwise:
 
 - `tuner/test_scale_batch_size.py::test_trainer_reset_correctly[fit]`: it compares the saved state of the fit loop, in
   which this strategy keeps positions of dataloaders in an entry of its own.
+- `loops/test_loops.py::test_loop_state_on_exception`: counters of batches in a checkpoint are those that a resumed run
+  goes on with, before a batch that has begun and before an open accumulation window.
+- `loops/test_evaluation_loop.py::test_evaluation_loop_sampler_set_epoch_called[False]` counts calls of `set_epoch`: a
+  loader here tells its sampler the epoch once more.
 - `models/test_hooks.py`: the hook systems see `on_before_batch_transfer`, which this strategy puts in front of a
   module's own while it runs.
 - `trainer/flags/test_inference_mode.py::test_eval_inference_mode`: with gloo Lightning itself takes `no_grad`.
