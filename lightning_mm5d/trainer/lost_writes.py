@@ -1,4 +1,5 @@
-"""Tells of what a step writes where nobody sees it, because the step ends on another rank than rank 0.
+"""Tells of what a step writes where nobody sees it, because it ends on another rank than rank 0, and of numbers of
+ranks that it computes with.
 
 ``trainer.is_global_zero`` is true in a step where that of the first replica ends, so files are written there. A logger
 writes on rank 0 alone; ``rank_zero_only`` and ``self.global_rank == 0`` ask for rank 0, where the step is cut off.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FunctionType
 
@@ -21,43 +22,78 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.source.trees import decorated, reached, tree_of
 
 
-def tell_of_lost_writes(module: nn.Module, step: str, ends_on: int) -> None:
-    """Warn on rank 0 of lines of a step that use a logger, call what is for rank 0, or compare the rank with 0.
+def tell_of_ranks(module: nn.Module, step: str, ends_on: int, replicas: int, world: int) -> None:
+    """Warn on rank 0 of lines of a step that mean another rank than they say; some ranks are no replicas.
+
+    They use a logger, call what is for rank 0 or compare the rank with 0, and the step ends on another one; or they
+    index or compute with a number of ranks, as users of DDP do, whose ranks are replicas.
 
     Args:
         module: the LightningModule.
         step: name of the method.
         ends_on: the rank where the step of the first replica ends.
+        replicas: of the data.
+        world: all ranks.
     """
     for function in reached(type(module), step):
         tree = tree_of(function)
         if tree is None:
             continue
-        aliases = _aliases(tree)
+        aliases, ranks = _aliases(tree, _is_logger), _aliases(tree, _is_rank)
         for node in ast.walk(tree):
-            said = _said(node, type(module), function, aliases)
-            if said is not None and isinstance(node, ast.expr):
+            said = _said(node, type(module), function, aliases) if ends_on else None
+            counts = _counts(node, ranks)
+            if isinstance(node, (ast.expr, ast.AugAssign)) and (said is not None or counts):
                 code = function.__code__
                 line = f"{Path(code.co_filename).name}:{code.co_firstlineno + node.lineno - tree.lineno}"
                 where = f"{ast.unparse(node)} in {function.__qualname__} ({line})"
-                rank_zero_warn(f"{step} ends on rank {ends_on}, and {where} {said}", stacklevel=4)
+                what = f"{step} ends on rank {ends_on}, and {where} {said}"
+                if counts:
+                    what = (
+                        f"{where} counts all {world} ranks, and the replicas of the data are {replicas}. Where DDP's "
+                        "ranks are meant, use self.trainer.strategy.replica_rank and .num_replicas"
+                    )
+                rank_zero_warn(what, stacklevel=4)
 
 
+def _is_rank(node: ast.AST | None) -> bool:
+    """Whether a node is the number of a rank, or that of all ranks."""
+    if isinstance(node, ast.Call):
+        return not node.args and getattr(node.func, "attr", getattr(node.func, "id", "")) in _ASKED
+    return isinstance(node, ast.Attribute) and node.attr in ("global_rank", "world_size")
+
+
+def _counts(node: ast.AST, ranks: frozenset[str]) -> bool:
+    """Whether a node indexes or computes with a number of ranks; `ranks` are names of these."""
+
+    def is_rank(one: ast.AST) -> bool:
+        return _is_rank(one) or (isinstance(one, ast.Name) and one.id in ranks)
+
+    if isinstance(node, ast.Subscript):
+        return any(map(is_rank, ast.walk(node.slice)))
+    if isinstance(node, ast.AugAssign):
+        return is_rank(node.value)
+    return isinstance(node, ast.BinOp) and (is_rank(node.left) or is_rank(node.right))
+
+
+_ASKED = frozenset(("get_rank", "get_world_size"))
 _KEPT = frozenset(("log_metrics", "log_dir", "save_dir", "root_dir", "name", "version"))  # where nothing is lost
 _LOOKING = frozenset(("isinstance", "hasattr", "type", "len", "bool", "enumerate", "zip"))
 
 
-def _aliases(tree: ast.FunctionDef) -> frozenset[str]:
-    """The names that code gives to loggers: ``logger = self.logger``, ``for one in self.loggers``."""
+def _aliases(tree: ast.FunctionDef, is_meant: Callable[[ast.AST | None], bool]) -> frozenset[str]:
+    """The names that code gives to what is meant: ``logger = self.logger``, ``for one in self.loggers``."""
     pairs: list[tuple[ast.AST, ast.AST | None]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             pairs += [(target, node.value) for target in node.targets]
+            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs += zip(node.targets[0].elts, node.value.elts, strict=False)
         elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
             pairs.append((node.target, node.value))
         elif isinstance(node, (ast.For, ast.comprehension)):
             pairs.append((node.target, node.iter))
-    return frozenset(target.id for target, value in pairs if isinstance(target, ast.Name) and _is_logger(value))
+    return frozenset(target.id for target, value in pairs if isinstance(target, ast.Name) and is_meant(value))
 
 
 def _is_logger(node: ast.AST | None, aliases: frozenset[str] = frozenset()) -> bool:

@@ -40,7 +40,7 @@ from lightning_mm5d.trainer.batch_parts import BatchParts
 from lightning_mm5d.trainer.guard import position
 from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.logs import LogCapture, replay
-from lightning_mm5d.trainer.lost_writes import tell_of_lost_writes
+from lightning_mm5d.trainer.lost_writes import tell_of_ranks
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import Summing
 from lightning_mm5d.trainer.user_step import Context, ResultChannel, StepResult, TrainingStep, UserStep, Watch, Weights
@@ -413,9 +413,10 @@ class Steps:
 
     def _options(self, context: Context, name: str, parts: Parts) -> dict[str, Any]:
         module, ends_on = self._module, self._plan.topology.instances(self._plan.topology.last_stage)[0][0]
-        if ends_on and name not in self._told:
+        layout = self._plan.layout
+        if name not in self._told and layout.size > layout.num_replicas:
             self._told.add(name)
-            tell_of_lost_writes(module, name, ends_on)
+            tell_of_ranks(module, name, ends_on, layout.num_replicas, layout.size)
         # counted by the loop, and so after a resume too: a step need not take the index, and accumulates at one
         # `global_step`
         index = position(module.trainer).get("batch", 0)

@@ -7,10 +7,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from features.toys import Toy
-from lightning_mm5d.trainer.lost_writes import tell_of_lost_writes
+from lightning_mm5d.trainer.lost_writes import tell_of_ranks
 
 
 class Writes(Toy):
@@ -50,6 +51,15 @@ class Writes(Toy):
         _draw(self.logger, images=batch)
         self.loggers[0].log_table("x", [])
 
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        rank, features = self.global_rank, self.all_gather(batch)
+        features[rank] = batch
+        labels = batch + len(batch) * self.trainer.global_rank
+        loss = self.loss(labels)
+        loss *= torch.distributed.get_world_size()
+        print(f"{rank} of {self.trainer.world_size}", rank == 1)
+        return loss
+
 
 def _draw(logger: Any, images: Any) -> None:
     raise NotImplementedError
@@ -58,7 +68,7 @@ def _draw(logger: Any, images: Any) -> None:
 def _told(step: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        tell_of_lost_writes(Writes(), step, 3)
+        tell_of_ranks(Writes(), step, 3, 1, 4)
     return [str(one.message) for one in caught]
 
 
@@ -85,3 +95,12 @@ def test_loggers_under_another_name_or_handed_to_a_function_are_named() -> None:
 
 def test_code_that_loses_nothing_is_left_alone() -> None:
     assert not _told("validation_step")
+
+
+def test_numbers_of_ranks_in_indices_and_arithmetic_are_named() -> None:
+    said = _told("predict_step")
+    lines = ("features[rank]", "len(batch) * self.trainer.global_rank", "loss *= torch.distributed.get_world_size()")
+    assert len(said) == len(lines)
+    for line in lines:
+        assert sum(text.startswith(f"{line} in Writes.predict_step") for text in said) == 1
+        assert all("counts all 4 ranks, and the replicas of the data are 1" in text for text in said)
