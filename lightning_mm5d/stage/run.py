@@ -253,6 +253,11 @@ class Run:
         """Only look at what the step does from here on, until it computes something here again."""
         self._tail = self._tail or Tail(self._runtime.root)
 
+    def give_up(self) -> None:
+        """Put back what a run has changed that does not go on to its end."""
+        if self._tail is not None:
+            self._tail.undo()
+
     def _resume(self) -> None:
         """Compute again, in a further pass."""
         if self._tail is not None:

@@ -120,7 +120,7 @@ class KeptState:
         module: the LightningModule.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
+    def __init__(self, module: nn.Module) -> None:
         modules = [one for one in module.modules() if not isinstance(one, (Metric, MetricCollection))]
         self._attributes = [attributes_of(one) for one in modules]
         values = [value for one in modules for value in vars(one).values()]

@@ -199,7 +199,8 @@ class LogCapture:
         """Drop what is recorded inside the block."""
         kept = dict(self._calls)
         try:
-            yield
+            with self.joined.left_out():
+                yield
         finally:
             self._calls = kept
 

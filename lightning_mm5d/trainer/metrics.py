@@ -242,6 +242,15 @@ class JoinedMetrics:
             calls.by_microbatch.setdefault(index, []).append(call)
         return value
 
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Enter around calls that do not count."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = before
+
     def reset(self, metric: Metric) -> None:
         """The step resets `metric`."""
         if not self._is_inside and id(metric) in self._calls:

@@ -18,17 +18,17 @@ training mode, and steps that write to their batch.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from lightning_mm5d.config.errors import ConfigError
@@ -37,9 +37,9 @@ from lightning_mm5d.data.random_state import all_states, kept_random_state, pack
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
 from lightning_mm5d.features.joined_calls.rows import (
     ApartError,
+    Joint,
     RowCall,
     RowUnits,
-    is_same_argument,
     joined_rows,
     prove_rows_alone,
     row_units,
@@ -50,16 +50,15 @@ from lightning_mm5d.partition.parts import has_module, is_metric
 from lightning_mm5d.partition.step_uses import Boundary
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Kind
-from lightning_mm5d.sharded.collectives import warn_on_first_rank
 from lightning_mm5d.sharded.removable import Removable, meanwhile
 from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage import Deferred, Run, Runtime
 from lightning_mm5d.stage.payload import unsharded
-from lightning_mm5d.stage.taps import mark_dependent
 from lightning_mm5d.stage.view import Stop
 from lightning_mm5d.stage.written import attributes, written
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
+from lightning_mm5d.trainer.kept_values import KeptState
 
 Compute = Callable[..., Any]
 
@@ -72,78 +71,6 @@ class _Reached(Stop):
 
 
 @dataclass
-class _Source:
-    """A tensor of a joined result, whose rows are leaves of the graphs of microbatches."""
-
-    tensor: Tensor
-    ends: Sequence[int]
-    leaves: dict[int, Tensor] = field(default_factory=dict)
-
-    def gradient(self) -> Tensor | None:
-        """Return the gradient of all rows, zero where none came; None where none came at all."""
-        if all(leaf.grad is None for leaf in self.leaves.values()):
-            return None
-        parts = list[Tensor]()
-        for number, (start, end) in enumerate(pairwise(self.ends)):
-            leaf = self.leaves.get(number)
-            own = None if leaf is None else leaf.grad
-            parts.append(self.tensor.new_zeros((end - start, *self.tensor.shape[1:])) if own is None else own)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-class _Joint:
-    """A joined call, from its forward to its backward."""
-
-    def __init__(
-        self, name: str, members: Sequence[int], calls: Sequence[RowCall], result: Any, units: RowUnits
-    ) -> None:
-        self.name, self.members, self.calls, self._result, self._units = name, members, calls, result, units
-        self._versions = [_versions(call) for call in calls]
-        self.deferred: Deferred | None = None
-        self.sources: dict[int, _Source] = {}
-
-    def has(self, member: int, call: RowCall) -> bool:
-        """Whether a microbatch calls the encoder with what it was called with for it."""
-        number = self.members.index(member)
-        there = self.calls[number]
-        if there.form != call.form or self._versions[number] != _versions(there):
-            return False
-        return all(map(is_same_argument, call.values.values(), there.values.values()))
-
-    def rows(self, member: int) -> Any:
-        """Return the result of one microbatch."""
-        return rows_of_call(self._result, self._units, self.calls, self.members.index(member), self._taken)
-
-    def _taken(self, number: int, tensor: Tensor, ends: Sequence[int]) -> Tensor:
-        rows = tensor[ends[number] : ends[number + 1]]
-        if tensor.requires_grad:
-            source = self.sources.setdefault(id(tensor), _Source(tensor, ends))
-            rows = source.leaves.setdefault(number, rows.detach().requires_grad_())  # of one at two places
-        own = rows.clone()  # a step may write to it
-        mark_dependent(own)
-        return own
-
-    def backward(self, run: Run) -> None:
-        """Go on through the encoder, in the backward of the last microbatch."""
-        found = [(get_gradient_edge(one.tensor), one.gradient()) for one in self.sources.values()]
-        self.sources, self._result = {}, None
-        edges, gradients = (
-            [edge for edge, one in found if one is not None],
-            [one for _, one in found if one is not None],
-        )
-        if edges:
-            with self.deferred or nullcontext(), meanwhile(run, deferred=self.deferred):
-                run.backward(edges, gradients)  # type: ignore[arg-type]
-        if self.deferred is not None and run.deferred is not None:
-            run.deferred.take(self.deferred)
-
-
-def _versions(call: RowCall) -> list[int]:
-    """How often each tensor among the arguments of a call has been written."""
-    return [version_of(one) for one in call.values.values() if isinstance(one, Tensor)]
-
-
-@dataclass
 class _Group:
     """Neighbouring microbatches of one stage.
 
@@ -152,12 +79,14 @@ class _Group:
         found: the calls that were found of those that have not run, with the name of the boundary.
         joints: joined calls that wait for their backward.
         passed: those whose backward has run.
+        is_late: whether something else of the stage is called before the encoder in any of them.
     """
 
     members: Sequence[int]
     found: dict[int, tuple[str, RowCall]] = field(default_factory=dict)
-    joints: list[_Joint] = field(default_factory=list)
+    joints: list[Joint] = field(default_factory=list)
     passed: set[int] = field(default_factory=set)
+    is_late: bool = False
 
 
 class JoinedCalls(Removable, AroundSteps, AroundStep):
@@ -167,11 +96,12 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
         runtime: the module and its stages.
         sizes: microbatches of a call, by modality.
         device: where this rank computes.
+        tells: whether this rank says what is not joined.
     """
 
-    def __init__(self, runtime: Runtime, sizes: Mapping[str, int], device: torch.device) -> None:
-        self._runtime, self._device = runtime, device
-        self._sizes = {view.name: sizes[name] for view in runtime.stages for name in view.cuts if name in sizes}
+    def __init__(self, runtime: Runtime, sizes: Mapping[str, int], device: torch.device, *, tells: bool) -> None:
+        self._runtime, self._device, self._tells = runtime, device, tells
+        self._sizes = {view.name: (name, sizes[name]) for view in runtime.stages for name in view.cuts if name in sizes}
         self._units_of: dict[Hashable, RowUnits | None] = {}  # by the form of calls; None where these are not joined
         self._told = set[str]()
         self._course: Course | None = None
@@ -215,16 +145,17 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
 
     def step(self, course: Course) -> AroundStep | None:
         """Begin a step; only training steps join calls."""
-        self._groups, self._course, self._run = {}, course, None
+        self._groups, self._course, self._run = {}, None, None
         forwards: dict[Any, list[int]] = {}
         for action in course.actions if course.step.trains else ():
             if action.kind is Kind.F and action.stage in self._sizes:
                 forwards.setdefault(action.stage, []).append(action.microbatch)
         for stage, members in forwards.items():
-            size = self._sizes[stage]
+            _, size = self._sizes[stage]
             for first in range(0, len(members), size):
                 group = _Group(members[first : first + size])
                 self._groups.update({(stage, member): group for member in group.members})
+        self._course = course if self._groups else None
         return self if self._groups else None
 
     @contextmanager
@@ -234,9 +165,14 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
         if group is None:
             yield
             return
-        if action.microbatch == group.members[0]:
-            for member in group.members[1:]:
-                self._look(run, group, member)
+        if action.microbatch == group.members[0] and len(group.members) > 1:
+            kept = KeptState(self._runtime.root)
+            try:
+                for member in group.members[1:]:
+                    kept.begin()
+                    self._look(run, group, member)
+            finally:
+                kept.restore()
         self._run, self._group, self._member, self._called = run, group, action.microbatch, set()
         group.found.pop(action.microbatch, None)
         try:
@@ -276,17 +212,20 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
                 for context in (step.context(), step.uncounted(), looking):
                     stack.enter_context(context)
                 step.run(part, index)
-        except _Reached as reached:
-            if reached.call is not None:
+        except Stop as reached:  # of a microbatch without items, its stage's end
+            if isinstance(reached, _Reached) and reached.call is not None:
                 group.found[member] = reached.name, reached.call
+            group.is_late |= isinstance(reached, _Reached) and not reached.name
         except Exception as error:  # its own forward raises it again, or has what was not there yet
             self._tell(f"the step does not come to its call in a first look ({error})")
         finally:
+            looking.give_up()
             self._looks, self._run = False, None
         if [version_of(one) for one in tensors] != before:
             rule = "The step writes to its batch before it calls the encoder, and would do so twice"
-            field = f"modalities.{run.stage.name.modality}.pipeline.microbatches_per_call"
-            raise ConfigError(field, self._sizes[run.stage.name], rule, "Write to a copy, or leave it unset")
+            name, size = self._sizes[run.stage.name]
+            field = f"modalities.{name}.pipeline.microbatches_per_call"
+            raise ConfigError(field, size, rule, "Write to a copy, or leave it unset")
 
     # --- calls ---
 
@@ -295,10 +234,10 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             return unsharded(self._runtime.read_fields(name, original(*args, **kwargs)))
 
         try:
-            own = RowCall.of(args, kwargs)
+            own = RowCall.of(args, kwargs, self._circumstances(modality))
         except ApartError as error:
             if self._looks:
-                raise _Reached from None
+                raise _Reached(name) from None
             return self._apart(f"{name} is called alone, because {error}", original, args, kwargs)
         if self._looks:
             raise _Reached(name, own)
@@ -312,15 +251,22 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             if joint is None:
                 return original(*args, **kwargs)
         elif not joint.has(member, own):
-            return self._apart(f"{name} gets other inputs than in a first look", original, args, kwargs)
-        return joint.rows(member)
+            why = "the step does not repeat: it draws from something other than the global random generators"
+            return self._apart(f"{name} gets other inputs than in a first look, or {why}", original, args, kwargs)
+        rows = joint.rows(member)
+        if joint.is_done and joint in group.joints:
+            group.joints.remove(joint)
+        return rows
 
-    def _join(self, name: str, modality: str, compute: Compute, own: RowCall) -> _Joint | None:
+    def _join(self, name: str, modality: str, compute: Compute, own: RowCall) -> Joint | None:
         """Call an encoder for all microbatches of a group that have not run; None where it is called for one."""
         group, run = self._group, self._run
         assert run is not None
         if group.found and not any(call.form == own.form for _, call in group.found.values()):
-            self._tell(f"{name} is called alone, because inputs of neighbouring microbatches have unlike shapes")
+            what = "have unlike shapes, or meet the encoder in another mode or with other attributes"
+            self._tell(f"{name} is called alone, because inputs of neighbouring microbatches {what}")
+        if group.is_late and not group.found:
+            self._tell(f"{name} is called alone, because other layers of its stage are called before it")
         mates = [at for at, (other, call) in group.found.items() if other == name and call.form == own.form]
         members, calls = [self._member, *mates], [own, *(group.found[at][1] for at in mates)]
         has_rows = [  # also by chance: what is proved without is no proof
@@ -329,7 +275,8 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
         ]
         is_training = any(one.training for _, one in self._parts(modality))
         form = name, own.form, own.rows is None, tuple(has_rows), is_training
-        if not mates or self._units_of.get(form, True) is None:
+        with_items = sum(call.items > 0 for call in calls)
+        if not mates or with_items < 2 or self._units_of.get(form, True) is None:
             return None
         try:
             args, kwargs = joined_rows(calls)
@@ -340,7 +287,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             deferred = None if before is None else Deferred()
             with meanwhile(run, deferred=deferred):
                 result = compute(*args, **kwargs)
-            joint = _Joint(name, members, calls, result, shape)
+            joint = Joint(name, members, calls, result, shape)
             joint.deferred = deferred
             try:
                 rows_of_call(result, shape, calls, 0, lambda *_: None)
@@ -365,15 +312,25 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
 
     def _proved(self, modality: str, compute: Compute, calls: Sequence[RowCall]) -> RowUnits:
         """Compare calls alone and joined; collective over the ranks that share the encoder."""
-        modules = list(dict.fromkeys(module for _, part in self._parts(modality) for module in part.modules()))
+        modules = self._modules(modality)
+        if any(map(is_metric, modules)):
+            raise ApartError("it holds a metric, which would count several microbatches as one")
         caches = torch.is_autocast_cache_enabled()
+        given = [one for call in calls for one in call.values.values() if isinstance(one, Tensor)]
         why: str | None = None
         with ExitStack() as stack:
             stack.enter_context(meanwhile(self._runtime, active=None))
             stack.enter_context(kept_random_state(self._device))
             stack.enter_context(torch.no_grad())
+            if all(one.dtype in (torch.float32, torch.float64) for one in given if one.is_floating_point()):
+                stack.enter_context(torch.autocast(self._device.type, enabled=False))  # less rounding hides less
             torch.set_autocast_cache_enabled(False)  # a cast without gradients must not serve the step
             stack.callback(torch.set_autocast_cache_enabled, caches)
+            kept = KeptState(self._runtime.root)
+            stack.callback(kept.restore)
+            kept.begin()
+            self._fill_zeros(modules, stack)
+            before = self._state()
             drawn = pack_states(all_states(self._device))
             alone = [compute(*args, **kwargs) for args, kwargs in [joined_rows([call]) for call in calls[:1]]]
             if not torch.equal(drawn, pack_states(all_states(self._device))):
@@ -382,13 +339,12 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
                         stack.callback(setattr, module, "training", True)
                         module.training = False
                 alone = []
-            before = self._state(modality)
             for call in calls[len(alone) :]:
                 args, kwargs = joined_rows([call])
                 alone.append(compute(*args, **kwargs))
             units: RowUnits = {}
             try:
-                if (found := self._written(modality, before)) is not None:
+                if (found := self._written(before)) is not None:
                     raise ApartError(f"it writes {found}, which would be that of several microbatches")
                 args, kwargs = joined_rows(calls)
                 try:
@@ -405,25 +361,43 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             raise ApartError(why or "ranks that share it do not agree")
         return units
 
-    def _state(self, modality: str) -> tuple[dict[Any, Any], dict[str, Any]]:
-        """What an encoder's modules hold, and how often each buffer and metric has been written."""
-        held, versions = dict[Any, Any](), dict[str, Any]()
-        for path, part in self._parts(modality):
-            held |= attributes(part, path)
-            versions |= {name: (id(one), version_of(one)) for name, one in part.named_buffers(prefix=path)}
-            versions |= {name: one.update_count for name, one in part.named_modules(prefix=path) if is_metric(one)}
-        return held, versions
+    def _modules(self, modality: str) -> list[torch.nn.Module]:
+        return list(dict.fromkeys(module for _, part in self._parts(modality) for module in part.modules()))
 
-    def _written(self, modality: str, before: tuple[dict[Any, Any], dict[str, Any]]) -> str | None:
+    @staticmethod
+    def _fill_zeros(modules: Sequence[torch.nn.Module], stack: ExitStack) -> None:
+        """Let weights that are zero be others until `stack` ends: a gate that begins closed hides what is behind it."""
+        for weight in dict.fromkeys(one for module in modules for one in module.parameters(recurse=False)):
+            if weight.is_floating_point() and not weight.detach().any():
+                stack.callback(_show, weight, weight.data)
+                _show(weight, torch.randn_like(weight.data) * 0.02)
+
+    def _circumstances(self, modality: str) -> Hashable:
+        """What a call of an encoder depends on beside its arguments."""
+        said = tuple(
+            (name, value)
+            for module in self._modules(modality)
+            for name, value in vars(module).items()
+            if type(value) in (bool, int, float, str) and not name.startswith("_")
+        )
+        kind = self._device.type
+        return torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), said
+
+    def _state(self) -> tuple[dict[Any, Any], dict[str, Any]]:
+        """What all modules hold, as hooks of an encoder may write anywhere, and how often buffers have been written."""
+        root = self._runtime.root
+        return attributes(root, ""), {name: (id(one), version_of(one)) for name, one in root.named_buffers()}
+
+    def _written(self, before: tuple[dict[Any, Any], dict[str, Any]]) -> str | None:
         """Return the name of something that was written since `before`; what transformers keeps for itself is none."""
-        held, versions = self._state(modality)
+        held, versions = self._state()
         for name, version in versions.items():
             if before[1].get(name) != version:
                 return name
         for path, name, _ in written(before[0], held):
             is_of_transformers = type(self._runtime.root.get_submodule(path)).__module__.startswith("transformers.")
             if not (is_of_transformers and name.startswith("_")):
-                return f"{path}.{name}"
+                return f"{path}.{name}".lstrip(".")
         return None
 
     def _apart(self, why: str, original: Compute, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -434,7 +408,12 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
         """Say once for each reason why a call is not joined."""
         if why not in self._told:
             self._told.add(why)
-            warn_on_first_rank(f"microbatches_per_call: {why}")
+            if self._tells:
+                warnings.warn(f"microbatches_per_call: {why}", stacklevel=2)
+
+
+def _show(weight: Tensor, data: Tensor) -> None:
+    weight.data = data  # by code of this package, which is no write of the user's step
 
 
 class MicrobatchesPerCall(Feature):
@@ -477,6 +456,8 @@ class MicrobatchesPerCall(Feature):
                 "memory.offload": ("activations" in modality.offloads, False),
                 "ep_size": (modality.ep_size, 1),
             }
+            if other != name and other in plan.partition.encoders:
+                alone["pipeline.microbatches_per_call"] = (modality.pipeline.microbatches_per_call, 1)
             if other == name:
                 alone |= {
                     "pp_size": (modality.num_cuts, 1),
@@ -499,7 +480,10 @@ class MicrobatchesPerCall(Feature):
         sizes = _sizes(plan)
         if not any(name in view.cuts for view in runtime.stages for name in sizes):
             return None
-        self._calls.append(JoinedCalls(runtime, sizes, device))
+        (here, *_) = (view.name for view in runtime.stages if sizes.keys() & view.cuts.keys())
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        tells = rank == min(map(min, plan.topology.instances(here)))
+        self._calls.append(JoinedCalls(runtime, sizes, device, tells=tells))
         return self._calls[0].remove
 
     def attach(self, running: Running) -> Attached | None:

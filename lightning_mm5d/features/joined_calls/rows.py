@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_mm5d.sharded.remote_value import is_remote
+from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.sharded.tensor import Sharded
+from lightning_mm5d.sharded.torch_internals import version_of
+from lightning_mm5d.stage import Deferred, Run
 from lightning_mm5d.stage.payload import Path
+from lightning_mm5d.stage.taps import mark_dependent
 
 _ROW_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
@@ -43,10 +49,16 @@ class RowCall:
     rows: int | None
 
     @classmethod
-    def of(cls, args: tuple, kwargs: Mapping[str, Any]) -> RowCall:
-        """Describe a call; raise ApartError where it cannot be joined with any."""
+    def of(cls, args: tuple, kwargs: Mapping[str, Any], beside: Hashable = None) -> RowCall:
+        """Describe a call; raise ApartError where it cannot be joined with any.
+
+        Args:
+            args: of the call.
+            kwargs: of the call.
+            beside: what else it depends on.
+        """
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        form = tuple((key, _form(key, value)) for key, value in values.items())
+        form = beside, tuple((key, _form(key, value)) for key, value in values.items())
         given = [value for value in values.values() if isinstance(value, Tensor)]
         if not given:
             raise ApartError("none of its arguments is a tensor")
@@ -142,9 +154,8 @@ def rows_of_call(
         ends = [0, *accumulate(call.items for call in calls)]
         return type(tree)(take(0, one, (0, len(one))) for one in tree[ends[number] : ends[number + 1]])
     if isinstance(tree, Mapping):
-        return type(tree)(
-            **{key: rows_of_call(one, units, calls, number, take, (*place, key)) for key, one in tree.items()}
-        )
+        own = {key: rows_of_call(one, units, calls, number, take, (*place, key)) for key, one in tree.items()}
+        return own if type(tree) is dict else type(tree)(**own)
     if isinstance(tree, (list, tuple)):
         entries = [rows_of_call(one, units, calls, number, take, (*place, at)) for at, one in enumerate(tree)]
         return type(tree)(*entries) if hasattr(tree, "_fields") else type(tree)(entries)
@@ -244,3 +255,82 @@ def is_same_argument(one: Any, other: Any) -> bool:
     if one.shape != other.shape:
         return False
     return (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride()) or torch.equal(one, other)
+
+
+@dataclass
+class _Source:
+    """A tensor of a joined result, whose rows are leaves of the graphs of microbatches."""
+
+    tensor: Tensor
+    ends: Sequence[int]
+    leaves: dict[int, Tensor] = field(default_factory=dict)
+
+    def gradient(self) -> Tensor | None:
+        """Return the gradient of all rows, zero where none came; None where none came at all."""
+        if all(leaf.grad is None for leaf in self.leaves.values()):
+            return None
+        parts = list[Tensor]()
+        for number, (start, end) in enumerate(pairwise(self.ends)):
+            leaf = self.leaves.get(number)
+            own = None if leaf is None else leaf.grad
+            parts.append(self.tensor.new_zeros((end - start, *self.tensor.shape[1:])) if own is None else own)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Joint:
+    """A joined call, from its forward to its backward."""
+
+    def __init__(
+        self, name: str, members: Sequence[int], calls: Sequence[RowCall], result: Any, units: RowUnits
+    ) -> None:
+        self.name, self.members, self.calls, self._result, self._units = name, members, calls, result, units
+        self._versions = [_versions(call) for call in calls]
+        self.deferred: Deferred | None = None
+        self.sources: dict[int, _Source] = {}
+        self._given = set[int]()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all microbatches have their rows, and no gradient comes back."""
+        return not self.sources and self._given.issuperset(self.members)
+
+    def has(self, member: int, call: RowCall) -> bool:
+        """Whether a microbatch calls the encoder with what it was called with for it."""
+        number = self.members.index(member)
+        there = self.calls[number]
+        if there.form != call.form or self._versions[number] != _versions(there):
+            return False
+        return all(map(is_same_argument, call.values.values(), there.values.values()))
+
+    def rows(self, member: int) -> Any:
+        """Return the result of one microbatch."""
+        self._given.add(member)
+        return rows_of_call(self._result, self._units, self.calls, self.members.index(member), self._taken)
+
+    def _taken(self, number: int, tensor: Tensor, ends: Sequence[int]) -> Tensor:
+        rows = tensor[ends[number] : ends[number + 1]]
+        if tensor.requires_grad:
+            source = self.sources.setdefault(id(tensor), _Source(tensor, ends))
+            rows = source.leaves.setdefault(number, rows.detach().requires_grad_())  # of one at two places
+        own = rows.clone()  # a step may write to it
+        mark_dependent(own)
+        return own
+
+    def backward(self, run: Run) -> None:
+        """Go on through the encoder, in the backward of the last microbatch."""
+        found = [(get_gradient_edge(one.tensor), one.gradient()) for one in self.sources.values()]
+        self.sources, self._result = {}, None
+        edges, gradients = (
+            [edge for edge, one in found if one is not None],
+            [one for _, one in found if one is not None],
+        )
+        if edges:
+            with self.deferred or nullcontext(), meanwhile(run, deferred=self.deferred):
+                run.backward(edges, gradients)  # type: ignore[arg-type]
+        if self.deferred is not None and run.deferred is not None:
+            run.deferred.take(self.deferred)
+
+
+def _versions(call: RowCall) -> list[int]:
+    """How often each tensor among the arguments of a call has been written."""
+    return [version_of(one) for one in call.values.values() if isinstance(one, Tensor)]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from features.toys import (
     LANGUAGE,
@@ -23,6 +24,7 @@ from features.toys import (
     Encoder,
     Layout,
     Run,
+    Samples,
     Toy,
     alone,
     assert_same,
@@ -118,12 +120,118 @@ class Dependent(Toy):
         self.encoder.projector.register_forward_hook(lambda _, __, out: out - out.mean(0))
 
 
-class Leaning(Single):
-    """Each row of its encoder's result holds a little of the row before it, less than rounding in bfloat16 hides."""
+class SomeImages(Samples):
+    """None in samples 2 to 5 and 10, two in 8; of microbatches of two samples, three of eight have no image."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        count = 0 if index in (2, 3, 4, 5, 10, 11) else 2 if index == 8 else 1
+        item = super().__getitem__(index)
+        return item | {"images": item["images"].expand(count, -1), "num_images": torch.tensor(count)}
+
+
+def collected(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    found = {name: torch.stack([one[name] for one in samples]) for name in ("tokens", "label", "num_images")}
+    return found | {"images": torch.cat([one["images"] for one in samples])}
+
+
+def some_images(run: Run) -> Any:
+    return run.loader(SomeImages(16), sampler=range(16), collate_fn=collected)
+
+
+class Textual(Watched):
+    """Its step calls the encoder where there are images."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        counts, images = batch["num_images"], batch["images"]
+        features = torch.zeros(len(counts), WIDTH, dtype=torch.float64)
+        if images is not None and len(images):
+            owners = torch.repeat_interleave(torch.arange(len(counts)), counts)
+            features = features.index_add(0, owners, self.encoder(images))
+        return self.decoder(batch["tokens"], features)
+
+
+class Drawing(Watched):
+    """Mixes images and losses by a number that it draws from a generator of its own, and counts in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder.projector.register_forward_hook(lambda _, __, out: out + 1e-3 * out.detach().roll(1, 0))
+        self.generator = torch.Generator().manual_seed(3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.drawn: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        share = float(torch.rand((), generator=self.generator, dtype=torch.float64))
+        self.seen += 1
+        images, labels = batch["images"], batch["label"]
+        logits = self({**batch, "images": share * images + (1 - share) * images.flip(0)})
+        loss = share * F.cross_entropy(logits, labels) + (1 - share) * F.cross_entropy(logits, labels.flip(0))
+        self.log("train_loss", loss)
+        return loss
+
+
+class Tracking(Encoder):
+    """Keeps a mean of what it gives in training, beside dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64))
+
+    def forward(self, images: Tensor) -> Tensor:
+        found = F.dropout(super().forward(images), 0.1, self.training)
+        if self.training:
+            self.mean.lerp_(found.detach().mean(0), 0.5)
+        return found
+
+
+class Tracked(Watched):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Tracking().double()
+
+
+class Gated(Encoder):
+    """Mixes rows behind a gate that begins closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        found = super().forward(images)
+        return found + torch.tanh(self.gate) * found.mean(0)
+
+
+class Closed(Watched):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.encoder = Gated().double()
+
+
+class Switching(Watched):
+    """Trains its encoder on some microbatches."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        with torch.set_grad_enabled(bool(batch["label"].sum() % 2)):
+            features = self.encoder(batch["images"])
+        return self.decoder(batch["tokens"], features)
+
+
+class Keeping(Watched):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.layers[0].register_forward_hook(lambda _, __, out: setattr(self, "kept", out.detach()))
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss(batch) + self.kept.mean()
+
+
+class Leaning(Single):
+    """Each row of its encoder's result holds less of the row before it than rounding may hide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.projector.register_forward_hook(lambda _, __, out: out + 1e-5 * out.detach().roll(1, 0))
 
 
 def fit(
@@ -131,6 +239,7 @@ def fit(
     made: Callable[[], Any] = Watched,
     options: dict[str, Any] = {},  # noqa: B006
     samples: int = 16,
+    data: Callable[[Run], Any] | None = None,
     **fields: Any,
 ) -> tuple[dict[str, Tensor], list[str], Counter[Any]]:
     if run.layout is not None:
@@ -143,7 +252,7 @@ def fit(
     module = made()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        run.trainer(max_epochs=2, **options).fit(module, run.training(samples))
+        run.trainer(max_epochs=2, **options).fit(module, run.training(samples) if data is None else data(run))
     texts = [str(one.message) for one in told if "microbatches_per_call" in str(one.message)]
     return weights(module), texts, Counter(SEEN)
 
@@ -212,6 +321,26 @@ def leaning(run: Run) -> Any:
     return [fit(run, Leaning, {"precision": "bf16-mixed"}, microbatches_per_call=size)[:2] for size in (1, 4)]
 
 
+AS_SINGLE: dict[str, tuple[Callable[[], Any], Callable[[Run], Any] | None, str | None]] = {
+    "microbatches without images": (Textual, some_images, None),
+    "a generator of its own": (Drawing, None, "gets other inputs"),
+    "a mean of training steps": (Tracked, None, "writes encoder.mean"),
+    "a closed gate": (Closed, None, "rows depend on each other"),
+    "gradients by microbatch": (Switching, None, "in another mode"),
+}
+
+
+def as_single(run: Run) -> Any:
+    found = {}
+    for name, (made, data, _) in AS_SINGLE.items():
+        found[name] = [fit(run, made, data=data, microbatches_per_call=size)[:2] for size in (1, 2)]
+    return found
+
+
+def kept_by_hooks(run: Run) -> Any:
+    return [fit(run, Keeping, microbatches_per_call=size)[:2] for size in (1, 2)]
+
+
 def several_dp(run: Run) -> Any:
     return [fit(run, zero_stage=stage)[0] for stage in (1, 2, 3)]
 
@@ -240,6 +369,21 @@ def test_rows_that_depend_on_each_other_by_less_than_rounding_are_seen_under_aut
     (single, _), (joined, told) = together(PAIR, leaning)[0]
     assert_same(joined, single)
     assert any("with those of another" in text for text in told)
+
+
+def test_what_cannot_be_joined_is_as_with_single_calls_and_nothing_is_done_twice() -> None:
+    """vision: rank 0; language: rank 1"""
+    for name, ((single, _), (joined, told)) in together(PAIR, as_single, limit=120)[0].items():
+        assert_same(joined, single)
+        why = AS_SINGLE[name][2]
+        assert any(why in text for text in told) if why is not None else not told, (name, told)
+
+
+def test_hooks_that_keep_what_an_encoder_gives_are_told() -> None:
+    """two replicas of everything: ranks 0-1"""
+    (single, _), (joined, told) = together(SHARED, kept_by_hooks, num_microbatches=2)[0]
+    assert_same(joined, single)
+    assert any("writes kept" in text for text in told)
 
 
 def test_dropout_draws_once_for_a_group_and_the_same_in_each_run() -> None:
