@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from features.toys import (
     LANGUAGE,
@@ -34,6 +35,7 @@ from features.toys import (
 from lightning_mm5d import ConfigError, Modality, MultimodalStrategy
 from lightning_mm5d.config.groups import with_fields
 from lightning_mm5d.sharded.torch_internals import in_backward
+from lightning_mm5d.trainer.kept_values import KeptState
 
 ONE = Layout({"vision": Modality(colocate_with="language.0", **VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 2)
 """vision and the first stage of language: rank 0; the second: rank 1"""
@@ -409,6 +411,18 @@ def test_autocast_gives_what_single_calls_give_to_rounding() -> None:
     assert not told
     for name, value in single.items():
         torch.testing.assert_close(joined[name], value, rtol=2e-2, atol=2e-3)
+
+
+def test_hooks_that_transformers_installs_in_a_run_of_which_nothing_is_kept_are_installed_once() -> None:
+    config = CLIPVisionConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1, image_size=8, patch_size=8
+    )
+    model, images = CLIPVisionModel(config), torch.zeros(1, 3, 8, 8)
+    kept = KeptState(model)
+    kept.begin()
+    model(images, output_hidden_states=True)
+    kept.restore()
+    assert len(model(images, output_hidden_states=True).hidden_states) == 3
 
 
 def test_a_number_that_does_not_divide_that_of_microbatches_is_refused() -> None:
