@@ -114,11 +114,11 @@ class Reads(TorchFunctionMode):
 
     def _called(self, func: Callable, tensors: Sequence[Tensor], args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Call `func`; refuse the write of a full tensor into a sharded weight by name."""
-        name, _ = self._made.get(id(tensors[0]), (None, None)) if tensors else (None, None)
-        function = getattr(func, "__name__", "")
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
+            function = getattr(func, "__name__", "")
+            name, _ = self._made.get(id(tensors[0]), (None, None)) if tensors else (None, None)
             if name is None or not function.endswith("_"):
                 raise
             raise self._refusal(f"{function}() of {name!r} with a tensor of another size") from error

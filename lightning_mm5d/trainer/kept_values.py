@@ -122,7 +122,7 @@ class KeptState:
 
     def __init__(self, module: nn.Module) -> None:
         modules = [one for one in module.modules() if not isinstance(one, (Metric, MetricCollection))]
-        self._attributes = [attributes_of(one, lambda name: name != _HOOKED) for one in modules]
+        self._attributes = [attributes_of(one, lambda name: name != HOOKED) for one in modules]
         values = [value for one in modules for value in vars(one).values()]
         self._generators = [(value, _generator_state(value)) for value in values if isinstance(value, _GENERATORS)]
         self._buffers = [(one._buffers, name, buffer) for one in modules for name, buffer in one._buffers.items()]
@@ -147,7 +147,7 @@ class KeptState:
             _set_generator_state(generator, state)
 
 
-_HOOKED = "_output_capturing_hooks_installed"  # by transformers at the first call, where its hooks stay
+HOOKED = "_output_capturing_hooks_installed"  # by transformers at the first call, where its hooks stay
 _GENERATORS = (random.Random, np.random.Generator, torch.Generator)
 
 

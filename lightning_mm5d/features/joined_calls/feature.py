@@ -58,7 +58,7 @@ from lightning_mm5d.stage.payload import unsharded
 from lightning_mm5d.stage.view import Stop
 from lightning_mm5d.stage.written import attributes, written
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
-from lightning_mm5d.trainer.kept_values import KeptState
+from lightning_mm5d.trainer.kept_values import HOOKED, KeptState
 
 Compute = Callable[..., Any]
 
@@ -110,12 +110,18 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
         self._looks = False
         self._group, self._member, self._called = _Group([]), 0, set[str]()
         here = {name for view in runtime.stages for name in view.cuts}
+        self._modules = {name: self._modules_of(name) for name in sizes.keys() & here}
         for name in sorted(here & runtime.partition.encoders.keys()):
             for boundary in runtime.partition.encoders[name].boundaries:
                 self._patch(boundary, name, is_joined=name in sizes)
         for name in sorted(here - runtime.partition.encoders.keys()):
             for layer in dict.fromkeys(runtime.lists[name]):
                 self.changes.callback(layer.register_forward_pre_hook(self._look_no_further, prepend=True).remove)
+
+    def _modules_of(self, modality: str) -> list[torch.nn.Module]:
+        root, paths = self._runtime.root, self._runtime.partition.encoders[modality].owns
+        parts = [root.get_submodule(path) for path in paths if has_module(root, path)]
+        return list(dict.fromkeys(module for part in parts for module in part.modules()))
 
     def _look_no_further(self, *_: Any) -> None:
         if self._looks:
@@ -273,8 +279,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             isinstance(one, Tensor) and all(len(call.values[key]) == call.items for call in calls)
             for key, one in own.values.items()
         ]
-        is_training = any(one.training for _, one in self._parts(modality))
-        form = name, own.form, own.rows is None, tuple(has_rows), is_training
+        form = name, own.form, own.rows is None, tuple(has_rows)
         with_items = sum(call.items > 0 for call in calls)
         if not mates or with_items < 2 or self._units_of.get(form, True) is None:
             return None
@@ -305,14 +310,9 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
         group.joints.append(joint)
         return joint
 
-    def _parts(self, modality: str) -> Iterator[tuple[str, torch.nn.Module]]:
-        for path in self._runtime.partition.encoders[modality].owns:
-            if has_module(self._runtime.root, path):
-                yield path, self._runtime.root.get_submodule(path)
-
     def _proved(self, modality: str, compute: Compute, calls: Sequence[RowCall]) -> RowUnits:
         """Compare calls alone and joined; collective over the ranks that share the encoder."""
-        modules = self._modules(modality)
+        modules = self._modules[modality]
         if any(map(is_metric, modules)):
             raise ApartError("it holds a metric, which would count several microbatches as one")
         caches = torch.is_autocast_cache_enabled()
@@ -361,12 +361,12 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             raise ApartError(why or "ranks that share it do not agree")
         return units
 
-    def _modules(self, modality: str) -> list[torch.nn.Module]:
-        return list(dict.fromkeys(module for _, part in self._parts(modality) for module in part.modules()))
-
     @staticmethod
     def _fill_zeros(modules: Sequence[torch.nn.Module], stack: ExitStack) -> None:
-        """Let weights that are zero be others until `stack` ends: a gate that begins closed hides what is behind it."""
+        """Give weights that are all zero small random values until `stack` ends.
+
+        A gate that is zero at the start of training multiplies a dependence between rows by zero, and would hide it.
+        """
         for weight in dict.fromkeys(one for module in modules for one in module.parameters(recurse=False)):
             if weight.is_floating_point() and not weight.detach().any():
                 stack.callback(_show, weight, weight.data)
@@ -375,10 +375,10 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
     def _circumstances(self, modality: str) -> Hashable:
         """What a call of an encoder depends on beside its arguments."""
         said = tuple(
-            (name, value)
-            for module in self._modules(modality)
+            (name, tuple(value) if isinstance(value, list) else value)
+            for module in self._modules[modality]
             for name, value in vars(module).items()
-            if type(value) in (bool, int, float, str) and not name.startswith("_")
+            if name != HOOKED and _is_plain(value)  # private ones, too: adapters that are active
         )
         kind = self._device.type
         return torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), said
@@ -410,6 +410,11 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             self._told.add(why)
             if self._tells:
                 warnings.warn(f"microbatches_per_call: {why}", stacklevel=2)
+
+
+def _is_plain(value: Any) -> bool:
+    kinds = (bool, int, float, str)
+    return type(value) in kinds or (type(value) in (list, tuple) and all(type(one) in kinds for one in value))
 
 
 def _show(weight: Tensor, data: Tensor) -> None:

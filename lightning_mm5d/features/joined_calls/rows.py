@@ -320,10 +320,8 @@ class Joint:
         """Go on through the encoder, in the backward of the last microbatch."""
         found = [(get_gradient_edge(one.tensor), one.gradient()) for one in self.sources.values()]
         self.sources, self._result = {}, None
-        edges, gradients = (
-            [edge for edge, one in found if one is not None],
-            [one for _, one in found if one is not None],
-        )
+        edges = [edge for edge, gradient in found if gradient is not None]
+        gradients = [gradient for _, gradient in found if gradient is not None]
         if edges:
             with self.deferred or nullcontext(), meanwhile(run, deferred=self.deferred):
                 run.backward(edges, gradients)  # type: ignore[arg-type]

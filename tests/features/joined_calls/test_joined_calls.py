@@ -219,6 +219,29 @@ class Switching(Watched):
         return self.decoder(batch["tokens"], features)
 
 
+class Adapter(Encoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self._active = ["0"]
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.adapters[int(self._active[0])](super().forward(images))
+
+
+class Choosing(Watched):
+    """Chooses an adapter of its encoder for each microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.encoder = Adapter().double()
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        self.encoder._active = [str(int(batch["label"].sum() % 2))]
+        return super().forward(batch)
+
+
 class Keeping(Watched):
     def __init__(self) -> None:
         super().__init__()
@@ -328,6 +351,7 @@ AS_SINGLE: dict[str, tuple[Callable[[], Any], Callable[[Run], Any] | None, str |
     "a generator of its own": (Drawing, None, "gets other inputs"),
     "a mean of training steps": (Tracked, None, "writes encoder.mean"),
     "a closed gate": (Closed, None, "rows depend on each other"),
+    "adapters by microbatch": (Choosing, None, "with other attributes"),
     "gradients by microbatch": (Switching, None, "in another mode"),
 }
 
