@@ -50,7 +50,6 @@ from lightning_mm5d.trainer.construction import configured, is_configured, try_c
 from lightning_mm5d.trainer.feature import made_features, tell_of_loader
 from lightning_mm5d.trainer.kept_shards import kept_plan, refuse_other_processes
 from lightning_mm5d.trainer.launch import ProcessLauncher
-from lightning_mm5d.trainer.other_package import check_package, explain_other_modules
 from lightning_mm5d.trainer.replica_collectives import DataloaderHooks, ReplicaCollectives, put_in_no_sampler
 from lightning_mm5d.trainer.session import RunOptions, Session
 from lightning_mm5d.trainer.statements import layout_fields, loader, optimizers, structure
@@ -61,6 +60,8 @@ from lightning_mm5d.trainer.validation import (
     check_computed,
     check_main_params,
     check_module,
+    check_package,
+    explain_other_modules,
     required,
 )
 

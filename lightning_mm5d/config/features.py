@@ -99,6 +99,7 @@ FEATURES = (
     Registered("unread"),
     Registered("own_items"),
     Registered("nonfinite", {"on_nonfinite": "propagate"}),
+    Registered("measured_costs"),
     Registered("device_figures"),
     Registered("throughput"),
     Registered(

@@ -4,7 +4,7 @@
 and `lightning_fabric`): a trainer of the one takes no module of the other, and passes over its callbacks in silence.
 From the import of lightning_mm5d on, the name that is imported first is the one of this process, and the other name
 leads to the same modules. Two remain where both were imported before lightning_mm5d, or are installed in unlike
-versions; then what is not of `lightning.pytorch` is refused (`trainer.other_package`).
+versions; then what is not of `lightning.pytorch` is refused (`trainer.validation`).
 """
 
 from __future__ import annotations

@@ -92,6 +92,7 @@ class Engine:
     Attributes:
         gathers: those of parameters in training steps; None where ranks share none.
         around: is asked before each step what goes on around its actions.
+        preparation: knows the actions of steps.
         beside: computes microbatches side by side; None where nothing does.
         action: that runs, or that failed; None between steps.
         count: microbatches of each replica in the step of `action`.
@@ -122,7 +123,7 @@ class Engine:
         self._device = device
         self._bridges = Bridges(plan, transport, rank, instances)
         is_ordered = transport is not None and transport.is_ordered
-        self._preparation = Preparation(plan, self._bridges, schedule, num_microbatches, rank, is_ordered=is_ordered)
+        self.preparation = Preparation(plan, self._bridges, schedule, num_microbatches, rank, is_ordered=is_ordered)
         self._promises = Promises(hosts) if is_ordered else None
         self._first_loss = FirstLoss(plan, runtime, views)
         order = plan.topology.order
@@ -143,7 +144,7 @@ class Engine:
         """
         count = count_of(step)
         self.count = count
-        prepared = self._preparation.of(count, trainable, frozenset(step.microbatches), not step.trains)
+        prepared = self.preparation.of(count, trainable, frozenset(step.microbatches), not step.trains)
         graph, actions, groups, arrivals, receipts, split_stages, last_actions = prepared
         for bridge, number in arrivals.items():
             bridge.expect(number)
@@ -155,7 +156,7 @@ class Engine:
         around = self._around_step = [one for each in self.around if (one := each.step(course)) is not None]
         gathers = self._meets = self.gathers if step.trains else None
         if gathers is not None:
-            gathers.begin(step, self._preparation.schedule_of(count), count, trainable)
+            gathers.begin(step, self.preparation.schedule_of(count), count, trainable)
         discards = len(self._views) > 1 and any(view.is_last for view in self._views.values())
         with kept_random_state(self._device) if step.random_key is not None else nullcontext():
             for numbers in groups:

@@ -74,6 +74,10 @@ class Preparation:
         """Return the schedule of a step of `count` microbatches: ``1f1b`` where a table has another number."""
         return "1f1b" if is_table(self._schedule) and count != self._num_microbatches else self._schedule
 
+    def forget(self) -> None:
+        """Prepare steps anew, since what stages cost is known better."""
+        self._built.clear()
+
     def of(self, count: int, trainable: frozenset[str], replicas: frozenset[int], forward_only: bool) -> Prepared:
         """Return this rank's part of a step.
 

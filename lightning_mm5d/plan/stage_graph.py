@@ -189,10 +189,13 @@ class StageGraphs:
     Args:
         topology: the stages.
         ownership: which ranks own which parameter.
+        measured: by the names of trained parameters, what stages took in a run: ``(forward_cost, backward_cost,
+            weight_cost)`` of a `Node` for each of them. The same on all ranks; it replaces estimates.
     """
 
     topology: Topology
     ownership: Ownership
+    measured: dict[frozenset[str], Mapping[StageKey, tuple[float, float, float]]] = field(default_factory=dict)
 
     def trains(self, trainable: frozenset[str]) -> dict[StageKey, tuple[bool, bool]]:
         """Return for each stage whether anything in it is trainable, and whether anything before it is.
@@ -317,12 +320,13 @@ class StageGraphs:
             trainable: names of the parameters that require a gradient.
             counts: microbatches of each replica, at most `count`, where they are unlike.
         """
-        trains, grouping = self.trains(trainable), self.grouping(count)
+        trains, grouping, measured = self.trains(trainable), self.grouping(count), self.measured.get(trainable)
         size = 1 if grouping is None else grouping.size
         nodes = []
         for key in self.topology.members:
             here, before = trains[key]
-            forward, backward, weight = stage_costs(self.timed_units[key], trainable, before)
+            costs = stage_costs(self.timed_units[key], trainable, before) if measured is None else measured[key]
+            forward, backward, weight = costs
             # training an embedding may cost 0, and a backward of cost 0 would mean that there is none
             backward = max(backward, forward / 1000) if here or before else 0.0
             for rank, instances in self._instances(key, replicas).items():

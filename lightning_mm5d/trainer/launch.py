@@ -62,8 +62,8 @@ from lightning_mm5d.monitor.verdict import LAUNCHED_BY
 from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.storage.replacement import resolve
 from lightning_mm5d.trainer.kept_shards import has_kept_shards, left_elsewhere
-from lightning_mm5d.trainer.other_package import check_package
 from lightning_mm5d.trainer.process_group import free_port
+from lightning_mm5d.trainer.validation import check_package
 
 
 def check_tuners(callbacks: Sequence[Callback], world_size: int) -> None:

@@ -49,7 +49,6 @@ from lightning_mm5d.trainer.construction import has_memory, is_configured, made_
 from lightning_mm5d.trainer.guard import Guard
 from lightning_mm5d.trainer.kept_shards import has_kept_shards, release_shards
 from lightning_mm5d.trainer.launch import ProcessLauncher, ScriptLauncher, cpu_threads, make_launcher
-from lightning_mm5d.trainer.other_package import is_of_other_package
 from lightning_mm5d.trainer.process_group import (
     agreed_seed,
     check_environment,
@@ -60,7 +59,7 @@ from lightning_mm5d.trainer.process_group import (
 )
 from lightning_mm5d.trainer.session import Session
 from lightning_mm5d.trainer.statements import configuration
-from lightning_mm5d.trainer.validation import lost_weights, main_dtype
+from lightning_mm5d.trainer.validation import is_of_other_package, lost_weights, main_dtype
 
 
 def _known_to_other_package(strategies: Any) -> None:

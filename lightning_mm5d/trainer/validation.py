@@ -4,20 +4,26 @@ Checks that need only the configuration are in `config.checks` and `layout`, and
 in features. This module refuses schedules of the user's that do not fit, and batches that are too small to be split.
 
 **Main parameters.** Which dtype main parameters have, and whether the trainer's precision leaves them a use.
+
+**Two Lightnings.** Where a process has two (`config.one_lightning` says when), objects of the one that is not the
+strategy's are refused by what to change. A callback or sampler of the one is not known to the other, which then does
+without it in silence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+import lightning.pytorch.trainer.trainer as trainer_module
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from torch.utils.data import DataLoader
 
-from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError, other_package, private
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.data_parallel.main_parameters import computing_dtypes
 from lightning_mm5d.plan.issued import Issued
@@ -164,3 +170,50 @@ def check_batches(data: Sequence[Any], num_microbatches: int) -> None:
             rule = f"A batch of {size} samples cannot be split into more than {size} microbatches"
             fix = f"Use {size} or fewer, or larger batches"
             raise ConfigError("batching.num_microbatches", num_microbatches, rule, fix)
+
+
+_PACKAGES = {"lightning", "pytorch_lightning"}
+_UNWRAP = "_maybe_unwrap_optimized"
+
+
+def is_of_other_package(thing: object) -> bool:
+    """Whether a class, or the class of an object, derives from one of the Lightning that is not the strategy's."""
+    cls = thing if isinstance(thing, type) else type(thing)
+    others = _PACKAGES - {pl.Trainer.__module__.partition(".")[0]}
+    return any(one.__module__.partition(".")[0] in others for one in cls.__mro__)
+
+
+def check_package(field: str, things: Iterable[object]) -> None:
+    """Refuse objects of the other package.
+
+    Args:
+        field: what they are.
+        things: objects or classes.
+
+    Raises:
+        ConfigError: at the first one.
+    """
+    for thing in things:
+        if is_of_other_package(thing):
+            raise other_package(field, (thing if isinstance(thing, type) else type(thing)).__name__)
+
+
+def explain_other_modules() -> None:
+    """Have Lightning's trainer refuse modules of another package, where both are imported, by what to change.
+
+    The trainer looks at a module before its strategy does, and says only that it is no `LightningModule`.
+    """
+    original = private(trainer_module, _UNWRAP)
+    if sys.modules.keys() >= _PACKAGES and not isinstance(original, _Explained):
+        setattr(trainer_module, _UNWRAP, _Explained(original))
+
+
+class _Explained:
+    """What a trainer calls first with the module that it is given."""
+
+    def __init__(self, original: Callable[[Any], Any]) -> None:
+        self._original = original
+
+    def __call__(self, model: Any) -> Any:
+        check_package("module", [model])
+        return self._original(model)

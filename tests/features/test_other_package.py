@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mm5d import MultimodalStrategy
 from lightning_mm5d.config.errors import private
-from lightning_mm5d.trainer.other_package import _UNWRAP
+from lightning_mm5d.trainer.validation import _UNWRAP
 
 pl = pytest.importorskip("pytorch_lightning")  # after lightning_mm5d, as isort has it
 TESTS = Path(__file__).parents[1]

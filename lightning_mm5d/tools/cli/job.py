@@ -46,7 +46,7 @@ from lightning_mm5d.recipes.module import MultimodalModule
 from lightning_mm5d.strategy import MultimodalStrategy
 from lightning_mm5d.tools.cli.configuration import Source, check_early, devices, read_configuration
 from lightning_mm5d.trainer.construction import configured, made_construction
-from lightning_mm5d.trainer.other_package import check_package
+from lightning_mm5d.trainer.validation import check_package
 
 
 class RecipeCLI(LightningCLI):

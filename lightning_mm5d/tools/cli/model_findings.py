@@ -43,7 +43,7 @@ from lightning_mm5d.tools.cli.job import load, needed_ranks, settle
 from lightning_mm5d.tools.cli.terminal import reason, show
 from lightning_mm5d.tools.planner.inspect import as_json, holdings, parameters_of, report
 from lightning_mm5d.trainer.construction import configured, made_construction
-from lightning_mm5d.trainer.other_package import check_package
+from lightning_mm5d.trainer.validation import check_package
 
 _COMPOSED = "mm5d_multimodal"
 _AUTO = (
