@@ -51,6 +51,7 @@ def _applies(running: Running) -> bool:
         is_named
         and running.schedule != _WITHOUT_COSTS
         and bool(running.plan.topology.edges)
+        and running.plan.layout.size > 1
         and running.experts is None
         and running.engine.gathers is None
         and all(modality.cost is None for modality in running.plan.modalities.values())

@@ -149,6 +149,7 @@ def deterministic(run: Run) -> Any:
         torch.use_deterministic_algorithms(False)
 
 
+ALONE = Layout({"vision": Modality(colocate_with="language", **VISION), "language": Modality(**LANGUAGE)}, 1)
 COSTLY = Layout({name: Modality(**fields, cost=1) for name, fields in (("vision", VISION), ("language", LANGUAGE))}, 2)
 ZERO3 = Layout(
     {
@@ -167,9 +168,10 @@ ZERO3 = Layout(
         (FIRST, deterministic, {"schedule": "zero_bubble"}),
         (PAIR, quick, {"schedule": "gpipe"}),
         (SHARED, quick, {"schedule": "1f1b"}),
+        (ALONE, quick, {"schedule": "1f1b"}),
         (ZERO3, quick, {"schedule": "1f1b"}),
     ],
-    ids=["costs given", "deterministic", "gpipe", "one stage", "zero 3"],
+    ids=["costs given", "deterministic", "gpipe", "one stage", "one rank", "zero 3"],
 )
 def test_orders_stay_where_costs_must_not_change_them(
     layout: Layout, scenario: Callable[[Run], Any], options: dict[str, Any]
