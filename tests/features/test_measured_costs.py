@@ -30,12 +30,15 @@ from lightning_mm5d import Modality
 from lightning_mm5d.engine.flight import AroundStep, Course
 from lightning_mm5d.features import measured_costs
 from lightning_mm5d.features.measured_costs import STEPS, WARMUP
+from nccl_order import NAMES
 
 FIRST = Layout(
     {"vision": Modality(colocate_with="language.0", **VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 2
 )
 """vision and language.0: rank 0; language.1: rank 1"""
 LEARNED = WARMUP + STEPS
+SERIAL = NAMES[1]
+"""a backend that runs operations in the order of issue, one at a time"""
 Orders = list[list[str]]
 _MEASURED = measured_costs._Measured
 
@@ -115,8 +118,14 @@ def short(run: Run) -> Any:
     return weights(module), orders, costs
 
 
-@pytest.mark.parametrize("schedule", ["zero_bubble", "auto"])
-def test_later_steps_are_ordered_by_what_earlier_ones_took(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "backend"), [("zero_bubble", None), ("auto", None), ("zero_bubble", SERIAL)], ids=str
+)
+def test_later_steps_are_ordered_by_what_earlier_ones_took(
+    schedule: str, backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend is not None:
+        monkeypatch.setenv("TEST_BACKEND", backend)
     found = outcomes(FIRST, learning, accumulating, thawing, short, schedule=schedule, num_microbatches=4)
     for name, learned in {"learning": LEARNED, "accumulating": 2 * LEARNED, "thawing": LEARNED, "short": None}.items():
         one, ranks = found[name].one, found[name].ranks
