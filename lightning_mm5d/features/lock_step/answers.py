@@ -20,7 +20,7 @@ the old ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -183,6 +183,7 @@ class Differentiable:
         share: returns on all ranks the tree that the owner's first rank has; each passes its own, if any.
         owns: whether this rank computes it.
         accumulates: says in a backward whether parameters get gradients, as they do not by ``torch.autograd.grad``.
+        computing: entered around the owner's backward, in which layers may run again.
 
     Attributes:
         args: for the owner's computation, with leaves in the places of inputs that carry gradients.
@@ -198,8 +199,9 @@ class Differentiable:
         *,
         owns: bool,
         accumulates: Callable[[], bool],
+        computing: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._share, self._owns, self._accumulates = share, owns, accumulates
+        self._share, self._owns, self._accumulates, self._computing = share, owns, accumulates, computing
         if any(tensor.requires_grad for tensor in _in_dicts((*args, *kwargs.values()))):
             raise StageError(
                 f"{path} is called with a dict of tensors that carry gradients, which do not cross to other ranks in "
@@ -247,7 +249,7 @@ class Differentiable:
                 leaf.grad = None
             inputs = None if self._accumulates() else leaves
             if inputs is None or inputs:
-                with torch.enable_grad():
+                with torch.enable_grad(), self._computing():
                     torchs_own()(  # also inside of steps, whose own backwards are others' business
                         [one for one, _ in given], [one for _, one in given], retain_graph=True, inputs=inputs
                     )

@@ -28,7 +28,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -90,6 +90,10 @@ class _Place:
     inside: int = 0  # how many units compute here
     optimizes: bool = False  # whether gradients cross
     differentiates: bool = False  # whether a step is in `torch.autograd.grad`, which leaves parameters alone
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Enter where a unit computes, forward or backward: what it calls runs here, and crosses to nobody."""
+        return meanwhile(self, inside=self.inside + 1)
 
     def gradients(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `torch.autograd.grad` for a step."""
@@ -377,7 +381,13 @@ class LockStep(_Uncompiled, AroundUpdates):
         if torch.is_grad_enabled():
             share = partial(self._shared, place, unit.stage, f"the backward of {unit.path}")
             call = Differentiable(
-                unit.path, args, kwargs, share, owns=is_owner, accumulates=lambda: not place.differentiates
+                unit.path,
+                args,
+                kwargs,
+                share,
+                owns=is_owner,
+                accumulates=lambda: not place.differentiates,
+                computing=place.computing,
             )
         effects = Effects(args if call is None else call.args, kwargs if call is None else call.kwargs, self._device)
         own = self._computed(place, unit, original, effects, fails=channel if self._rank == src else None)
@@ -403,20 +413,18 @@ class LockStep(_Uncompiled, AroundUpdates):
         """Compute a call where its owner is; `fails` tells the others of an error."""
         if self._rank not in place.ranks[unit.stage]:
             return None
-        place.inside += 1
         try:
-            with effects.recorded():
-                result = original(*effects.args, **effects.kwargs)
-            if unit.boundary is not None:
-                result = self._runtime.read_fields(unit.boundary, result)
-            use = f"the result of {unit.path}, which several passes share,"
-            return unsharded(map_tensors(result, lambda tensor: settled(tensor, use)))
+            with place.computing():
+                with effects.recorded():
+                    result = original(*effects.args, **effects.kwargs)
+                if unit.boundary is not None:
+                    result = self._runtime.read_fields(unit.boundary, result)
+                use = f"the result of {unit.path}, which several passes share,"
+                return unsharded(map_tensors(result, lambda tensor: settled(tensor, use)))
         except Exception as error:
             if fails is not None:
                 fails.send([unit.path, f"{type(error).__name__}: {error}", None, None])
             raise
-        finally:
-            place.inside -= 1
 
     def _channel(self, place: _Place, stage: StageKey) -> tuple[TreeChannel, int]:
         """How the first rank of a stage reaches the replica, and that rank."""
