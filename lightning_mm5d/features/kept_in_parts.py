@@ -409,7 +409,7 @@ def _is_read(cls: type, name: str) -> bool:
 
 
 @functools.cache
-def _is_named(cls: type, name: str) -> bool:
+def _is_named(cls: Any, name: str) -> bool:
     return any(True for _ in _uses(cls, name))
 
 
