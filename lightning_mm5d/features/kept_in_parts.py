@@ -415,7 +415,8 @@ def _is_named(cls: Any, name: str) -> bool:
 
 def _is_for_hooks(module: nn.Module, name: str) -> bool:
     """Whether hooks may look for an attribute: no private one, nor one that code of a library keeps for itself."""
-    return not name.startswith("_") and (is_own(module) or not _is_named(type(module), name))
+    cls: Any = type(module)
+    return not name.startswith("_") and (is_own(module) or not _is_named(cls, name))
 
 
 def _places(module: nn.Module) -> dict[str, tuple[int, int]]:
