@@ -40,6 +40,8 @@ from lightning_mm5d.trainer.statements import package_digest
 
 LIMIT_S = 120
 SATELLITES = ("tools", "models", "recipes", "export")
+FEW = 60
+"""modules that ranks import by themselves: a family of models has three to six"""
 GRACE_S = 10
 """how long ranks may take to fail after another has failed, for their tracebacks, and to end after their last call"""
 
@@ -98,7 +100,10 @@ def run_ranks(
 
 
 class Pool:
-    """Ranks that stay alive over calls; new ones after a failure, and after imports that they would have to repeat."""
+    """Ranks that stay alive over calls; new ones after a failure, and after many imports that they would repeat.
+
+    New ranks fill the caches of the library and of transformers again, which takes as long as two or three small runs.
+    """
 
     def __init__(self) -> None:
         self._ranks: list[_Rank] = []
@@ -106,10 +111,11 @@ class Pool:
 
     def call(self, world: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT_S) -> list[Any]:
         """Call ``function(rank, *args)`` on the first `world` ranks; return what each returned."""
-        if self._modules != len(sys.modules) or not all(rank.process.is_alive() for rank in self._ranks):
+        if len(sys.modules) > self._modules + FEW or not all(rank.process.is_alive() for rank in self._ranks):
             self.close()
+        is_new = not self._ranks
         self._ranks += _forked(range(len(self._ranks), world))
-        self._modules = len(sys.modules)
+        self._modules = len(sys.modules) if is_new else self._modules
         call = _call(world, function, args)
         try:
             for rank in self._ranks[:world]:

@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -376,34 +377,46 @@ def _crosses(change: list[Any]) -> bool:
 
 
 @functools.cache
-def _named(cls: Any) -> tuple[frozenset[str], frozenset[str]] | None:
-    """The attributes that methods of a class name, and of these those that it reads; None where one has no source."""
-    named, read = set[str](), set[str]()
-    for owner in cls.__mro__:
-        for _, function in own_functions(owner) if owner.__module__.partition(".")[0] != "torch" else ():
-            tree = tree_of(function)
-            if tree is None:
-                return None
-            nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-            named |= {node.attr for node in nodes}
-            read |= {node.attr for node in nodes if isinstance(node.ctx, ast.Load)}
-    return frozenset(named), frozenset(read)
+def _functions(owner: type) -> dict[str, list[FunctionType]]:
+    """The functions that a class itself defines, by each global and attribute that their code names."""
+    found: dict[str, list[FunctionType]] = {}
+    for _, function in own_functions(owner) if owner.__module__.partition(".")[0] != "torch" else ():
+        for name in _names(function.__code__):
+            found.setdefault(name, []).append(function)
+    return found
+
+
+def _names(code: CodeType) -> set[str]:
+    return {*code.co_names}.union(*(_names(one) for one in code.co_consts if isinstance(one, CodeType)))
+
+
+def _uses(cls: type, name: str) -> Iterator[type | None]:
+    """Yield what methods of a class do with an attribute: load, store or delete it; None for one without source.
+
+    Parses only methods of which the compiled code has the name, one by one: a model of transformers has hundreds.
+    """
+    for function in (one for owner in cls.__mro__ for one in _functions(owner).get(name, ())):
+        tree = tree_of(function)
+        if tree is None:
+            yield None
+        else:
+            nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == name)
+            yield from (type(node.ctx) for node in nodes)
 
 
 def _is_read(cls: type, name: str) -> bool:
-    found = _named(cls)
-    return found is None or name in found[1]
+    return any(use in (None, ast.Load) for use in _uses(cls, name))
+
+
+@functools.cache
+def _is_named(cls: Any, name: str) -> bool:
+    return any(True for _ in _uses(cls, name))
 
 
 def _is_for_hooks(module: nn.Module, name: str) -> bool:
     """Whether hooks may look for an attribute: no private one, nor one that code of a library keeps for itself."""
-    if name.startswith("_"):
-        return False
-    if is_own(module):
-        return True
     cls: Any = type(module)
-    found = _named(cls)
-    return found is not None and name not in found[0]
+    return not name.startswith("_") and (is_own(module) or not _is_named(cls, name))
 
 
 def _places(module: nn.Module) -> dict[str, tuple[int, int]]:

@@ -38,7 +38,7 @@ def decorated(function: Any) -> Iterator[FunctionType]:
 
 def method_of(cls: type, name: str) -> FunctionType | None:
     """Return the method that instances of `cls` have, as `function_of` does; None where there is none."""
-    return function_of(inspect.getattr_static(cls, name, None))
+    return function_of(next((vars(one)[name] for one in cls.__mro__ if name in vars(one)), None))
 
 
 def next_method(cls: type, function: FunctionType, name: str) -> FunctionType | None:

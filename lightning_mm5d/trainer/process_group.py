@@ -31,6 +31,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -138,6 +139,7 @@ def agreed_name(store: dist.Store, *, rank: int, world_size: int, timeout: timed
     raise AssertionError("pauses never end")
 
 
+_LONGEST_S = 0.2  # between two looks for a server, and of each
 _LATEST: dict[tuple[int, int], dist.TCPStore] = {}
 """the store that was opened last, by process and rank: a fork may not end one that it inherits"""
 
@@ -167,16 +169,27 @@ def rendezvous_store(environment: ClusterEnvironment, timeout: timedelta) -> dis
     """
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
+    is_master = environment.global_rank() == 0 and not has_agent_store()
+    if not is_master:
+        _until_served(environment.main_address, environment.main_port)
     store = dist.TCPStore(
         environment.main_address,
         environment.main_port,
-        is_master=environment.global_rank() == 0 and not has_agent_store(),
+        is_master=is_master,
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
     )
     _LATEST[os.getpid(), environment.global_rank()] = store
     return dist.PrefixStore("lightning_mm5d", store)
+
+
+def _until_served(address: str, port: int) -> None:
+    """Wait a second for a server: a store that comes too early tries again after half a second or more."""
+    for pause in takewhile(lambda pause: pause < _LONGEST_S, pauses()):
+        with suppress(OSError), socket.create_connection((address, port), timeout=_LONGEST_S):
+            return
+        time.sleep(pause)
 
 
 def round_store(environment: ClusterEnvironment, timeout: timedelta) -> dist.Store:

@@ -286,10 +286,20 @@ def losses_of_batches(run: Run) -> Any:
     return steps(run, Head(losses), text(len(losses)))
 
 
-def losses_of_divided_layers(run: Run) -> Any:
-    """Those that use a layer's weight through its layer."""
-    losses = [loss for loss in (*OF_SAMPLES, *OF_BATCHES) if loss not in (penalized, by_the_weight_of_the_head)]
+def losses_of_divided_layers(run: Run, half: int) -> Any:
+    """Every other one of those that use a layer's weight through its layer."""
+    losses = [loss for loss in (*OF_SAMPLES, *OF_BATCHES) if loss not in (penalized, by_the_weight_of_the_head)][
+        half::2
+    ]
     return steps(run, Head(losses), text(len(losses)))
+
+
+def even_losses_of_divided_layers(run: Run) -> Any:
+    return losses_of_divided_layers(run, 0)
+
+
+def odd_losses_of_divided_layers(run: Run) -> Any:
+    return losses_of_divided_layers(run, 1)
 
 
 def losses_of_samples(run: Run) -> Any:
@@ -304,10 +314,13 @@ def test_losses_of_a_users_own_are_those_of_one_process(mode: str) -> None:
 
 
 @pytest.mark.usefixtures("float64")
-def test_losses_of_a_users_own_are_those_of_one_process_with_sequence_shards() -> None:
+@pytest.mark.parametrize(
+    "losses", [even_losses_of_divided_layers, pytest.param(odd_losses_of_divided_layers, marks=pytest.mark.exhaustive)]
+)
+def test_losses_of_a_users_own_are_those_of_one_process_with_sequence_shards(losses: Callable[[Run], Any]) -> None:
     """Ranks 0-1 and 2-3 are tensor parallel, and share the tokens of their context parallel rank."""
     layout = shared(4, tp_size=2, sequence_parallel=True)
-    outcome = outcomes(layout, losses_of_divided_layers, num_microbatches=1)["losses_of_divided_layers"]
+    outcome = outcomes(layout, losses, num_microbatches=1)[losses.__name__]
     assert_same(outcome.ranks[0]["weights"], outcome.one["weights"], 1e-6)
     for rank in outcome.ranks:
         assert_same(rank["losses"], outcome.one["losses"], 1e-6)

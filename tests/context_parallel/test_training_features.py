@@ -96,38 +96,49 @@ def in_groups(run: Run) -> Any:
 
 
 @pytest.mark.usefixtures("float64")
-def test_groups_of_parameters_beside_frozen_layers_train_as_on_one_process() -> None:
-    for layout in (shared(cp_mode="ulysses"), shared(4, tp_size=2, sequence_parallel=True)):
-        outcome = outcomes(layout, in_groups)["in_groups"]
-        assert_same(outcome.ranks[0]["weights"], outcome.one["weights"], 1e-6)
-        for rank in outcome.ranks:
-            assert_same(rank["losses"], outcome.one["losses"], 1e-6)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(shared(cp_mode="ulysses"), marks=pytest.mark.exhaustive),
+        shared(4, tp_size=2, sequence_parallel=True),
+    ],
+    ids=["ulysses", "tensor parallel"],
+)
+def test_groups_of_parameters_beside_frozen_layers_train_as_on_one_process(layout: Layout) -> None:
+    """Ranks 0-1; or ranks 0-1 and 2-3 are tensor parallel."""
+    outcome = outcomes(layout, in_groups)["in_groups"]
+    assert_same(outcome.ranks[0]["weights"], outcome.one["weights"], 1e-6)
+    for rank in outcome.ranks:
+        assert_same(rank["losses"], outcome.one["losses"], 1e-6)
 
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters_train_as_on_one_process() -> None:
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        pytest.param("bert", "adapt", marks=pytest.mark.exhaustive),
+        ("gpt2", "at_both_ends"),
+        pytest.param("llama", "beside_a_trained_norm", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_adapters_train_as_on_one_process(name: str, ends: str) -> None:
     pytest.importorskip("peft")
-    from tensor_parallel.test_adapters import adapt, at_both_ends, beside_a_trained_norm
+    from tensor_parallel import test_adapters
 
-    fields = {"language": {"cp_size": 2}}
-    check_all(
-        2,
-        Compared(name="bert", fields=fields, prepare=adapt, exact=True),
-        Compared(name="gpt2", fields=fields, prepare=at_both_ends),
-        Compared(name="llama", fields=fields, prepare=beside_a_trained_norm),
-    )
+    prepare = getattr(test_adapters, ends)
+    check_all(2, Compared(name=name, fields={"language": {"cp_size": 2}}, prepare=prepare, exact=name == "bert"))
 
 
 @pytest.mark.usefixtures("float64")
-def test_frozen_halves_train_as_on_one_process() -> None:
+@pytest.mark.parametrize(
+    ("name", "schedule"), [("gpt2", "zero_bubble"), pytest.param("bert", "1f1b", marks=pytest.mark.exhaustive)]
+)
+def test_frozen_halves_train_as_on_one_process(name: str, schedule: str) -> None:
     """Ranks 0-1 and 2-3 as stages."""
     fields: dict[str, dict[str, Any]] = {"language": {"cp_size": 2, "pp_size": 2}}
-    check_all(
-        4,
-        Compared(name="gpt2", fields=fields, variant="lower", options={"schedule": "zero_bubble"}),
-        Compared(name="bert", fields=fields, variant="lower", exact=True),
-    )
+    options = {"schedule": schedule}
+    check_all(4, Compared(name=name, fields=fields, variant="lower", options=options, exact=name == "bert"))
 
 
 # --- generation ---

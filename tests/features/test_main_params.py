@@ -250,7 +250,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_ranks(1, every, Run(ONE, {}, tmp_path_factory.mktemp("one")))[0]
 
 
-@pytest.mark.parametrize("name", swept(LAYOUTS, "stage 1"))
+@pytest.mark.parametrize("name", swept(LAYOUTS, "stage 1", "stage 3"))
 def test_training_features_see_main_parameters_in_every_layout(
     name: str, alone: dict[str, Any], tmp_path: Path
 ) -> None:

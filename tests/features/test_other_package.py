@@ -83,7 +83,7 @@ def script(*arguments: str) -> str:
     ("first", "trainer", "start_method"),
     [
         ("pytorch_lightning", "pytorch_lightning", "popen"),
-        ("pytorch_lightning", "lightning.pytorch", "fork"),
+        pytest.param("pytorch_lightning", "lightning.pytorch", "fork", marks=pytest.mark.exhaustive),
         pytest.param("pytorch_lightning", "pytorch_lightning", "spawn", marks=pytest.mark.exhaustive),
         pytest.param("lightning.pytorch", "pytorch_lightning", "name", marks=pytest.mark.exhaustive),
         pytest.param("lightning_mm5d", "pytorch_lightning", "fork", marks=pytest.mark.exhaustive),

@@ -287,7 +287,7 @@ def trained(run: Run) -> Any:
     return found
 
 
-@pytest.fixture(scope="module", params=swept(LAYOUTS, "twins", "four"))
+@pytest.fixture(scope="module", params=swept(LAYOUTS, "twins", "four", "pair"))
 def found(request: Any) -> Any:
     return outcomes(LAYOUTS[request.param], trained, limit=240)["trained"]
 

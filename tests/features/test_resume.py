@@ -35,6 +35,7 @@ from features.resuming import (
 )
 from features.toys import PIPE, TWINS, Layout, Run, alone, together
 from lightning_mm5d import Modality
+from sweeps import swept
 
 ONE = Layout({"model": Modality()}, 1)
 """rank 0"""
@@ -95,7 +96,12 @@ def exact(layout: Layout, cases: dict[str, Case], stops: list[int], folder: Path
 
 
 @pytest.mark.parametrize(
-    ("layout", "options"), [(ONE, PLAIN), (TWO, PLAIN), (TWINS, {})], ids=["one", "replicas", "modalities"]
+    ("layout", "options"),
+    [
+        pytest.param(ONE, PLAIN, id="one"),
+        pytest.param(TWO, PLAIN, id="replicas", marks=pytest.mark.exhaustive),
+        pytest.param(TWINS, {}, id="modalities"),
+    ],
 )
 def test_every_sampler_goes_on_to_the_last_bit(layout: Layout, options: dict[str, Any], tmp_path: Path) -> None:
     cases = SAMPLERS if layout is ONE else {name: SAMPLERS[name] for name in ("shuffled", "weighted", "batches")}
@@ -106,9 +112,9 @@ def test_every_kind_of_loader_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     exact(ONE, LOADERS, [5], tmp_path, **PLAIN)
 
 
-def test_loaders_of_several_replicas_go_on_to_the_last_bit(tmp_path: Path) -> None:
-    names = ("workers", "stateful")
-    exact(TWINS, {name: LOADERS[name] for name in names}, [2], tmp_path)
+@pytest.mark.parametrize("name", swept(["workers", "stateful"], "workers"))
+def test_loaders_of_several_replicas_go_on_to_the_last_bit(name: str, tmp_path: Path) -> None:
+    exact(TWINS, {name: LOADERS[name]}, [2], tmp_path)
 
 
 def test_several_batches_for_each_step_go_on_to_the_last_bit(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from features.toys import (
 )
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.config.errors import RankLostError, RankMismatchError, RemoteParameterError
+from sweeps import swept
 
 
 class Normed(Toy):
@@ -184,7 +185,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", swept(LAYOUTS, "zero 1"))
 def test_calls_swaps_and_helpers_in_hooks_are_those_of_one_process(name: str) -> None:
     """vision: rank 0; language: ranks 1-2 as stages | two replicas that share parameters: ranks 0-1."""
     scenarios = [one for one in SCENARIOS if one is not calls or "zero" not in name]  # replicas' own statistics

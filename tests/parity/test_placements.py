@@ -11,6 +11,7 @@ from compare import tolerance
 from lightning_mm5d import Modality
 from parity.harness import fit, strategy
 from ranks import call_ranks
+from sweeps import swept
 from tensor_parallel.layouts import Compared, alone, batches_of, build, check_all
 from zoo import CASES
 
@@ -24,46 +25,43 @@ SHARED: list[tuple[str, dict[str, Any], list[str]]] = [
 ]
 
 
+SEQUENCE_SHARDS = {"tp_size": 2, "sequence_parallel": True}
+WITH_LANGUAGE = {"tp_size": 2, "colocate_with": "language"}
+ORDERS: dict[str, tuple[str, dict[str, Any], list[str], int]] = {
+    "tp, dp": ("llama_tied", {"language": {"tp_size": 2}}, ["tp", "dp"], 2),
+    "cp, dp": ("gpt2", {"language": {"cp_size": 2}}, ["cp", "dp"], 2),
+    "cp, tp": ("llama_tied", {"language": {"cp_size": 2, **SEQUENCE_SHARDS}}, ["cp", "tp"], 1),
+    "tp, pp": ("bert", {"language": {"tp_size": 2, "pp_size": 2}}, ["tp", "pp"], 1),
+    "dp, tp, pp": ("llava", {"vision": WITH_LANGUAGE, "language": {"pp_size": 2}}, ["dp", "tp", "pp"], 2),
+}
+
+
 @pytest.mark.usefixtures("float64")
-def test_any_order_of_axes_equals_one_process() -> None:
+@pytest.mark.parametrize("which", swept(ORDERS, "tp, dp", "cp, tp", "tp, pp"))
+def test_any_order_of_axes_equals_one_process(which: str) -> None:
     """language: ranks 0-3, also with vision on the same ranks."""
-    shared = {"tp_size": 2, "colocate_with": "language"}
-    cases = [
-        ("llama_tied", {"language": {"tp_size": 2}}, ["tp", "dp"], 2),
-        ("gpt2", {"language": {"cp_size": 2}}, ["cp", "dp"], 2),
-        ("llama_tied", {"language": {"cp_size": 2, "tp_size": 2, "sequence_parallel": True}}, ["cp", "tp"], 1),
-        ("bert", {"language": {"tp_size": 2, "pp_size": 2}}, ["tp", "pp"], 1),
-        ("llava", {"vision": shared, "language": {"pp_size": 2}}, ["dp", "tp", "pp"], 2),
-    ]
-    check_all(
-        4,
-        *(
-            Compared(name=name, fields=fields, replicas=replicas, options={"placement": order})
-            for name, fields, order, replicas in cases
-        ),
-    )
+    name, fields, order, replicas = ORDERS[which]
+    check_all(4, Compared(name=name, fields=fields, replicas=replicas, options={"placement": order}))
 
 
-def trained(rank: int) -> list[dict[str, torch.Tensor]]:
-    """The parameters that rank 0 has after two steps of each case."""
-    found = []
-    for name, fields, order in SHARED:
-        module = build(name)
-        chosen = strategy({"language": Modality(**fields)}, num_microbatches=2, placement=order)
-        parts = [part for batch in batches_of(name) for part in CASES[name].split(batch, REPLICAS)]
-        fit(module, parts, chosen, 4, use_distributed_sampler=True)
-        found.append(module.state_dict())
-    return found
+def trained(rank: int, name: str, fields: dict[str, Any], order: list[str]) -> dict[str, torch.Tensor]:
+    """The parameters that rank 0 has after two steps."""
+    module = build(name)
+    chosen = strategy({"language": Modality(**fields)}, num_microbatches=2, placement=order)
+    parts = [part for batch in batches_of(name) for part in CASES[name].split(batch, REPLICAS)]
+    fit(module, parts, chosen, 4, use_distributed_sampler=True)
+    return module.state_dict()
 
 
 @pytest.mark.usefixtures("float64")
-def test_parameters_shared_over_ranks_in_any_order_equal_one_process() -> None:
+@pytest.mark.parametrize("index", swept(range(len(SHARED)), 1, 3))
+def test_parameters_shared_over_ranks_in_any_order_equal_one_process(index: int) -> None:
     """language: ranks 0-3."""
-    found = call_ranks(4, trained)[0]
-    for (name, fields, order), parameters in zip(SHARED, found, strict=True):
-        _, expected = alone(Compared(name=name, fields={}))
-        for key, value in expected.items():
-            where = f"{name}, {fields}, {order}: {key}"
-            torch.testing.assert_close(
-                parameters[key], value, **tolerance(exact=False), msg=lambda m, where=where: f"{where}: {m}"
-            )
+    name, fields, order = SHARED[index]
+    parameters = call_ranks(4, trained, *SHARED[index])[0]
+    _, expected = alone(Compared(name=name, fields={}))
+    for key, value in expected.items():
+        where = f"{name}, {fields}, {order}: {key}"
+        torch.testing.assert_close(
+            parameters[key], value, **tolerance(exact=False), msg=lambda m, where=where: f"{where}: {m}"
+        )

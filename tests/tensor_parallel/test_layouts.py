@@ -15,7 +15,7 @@ import pytest
 
 from lightning_mm5d import TensorParallelPlan, register_tensor_parallel_plan
 from sweeps import covering, swept
-from tensor_parallel.layouts import Compared, check, check_all
+from tensor_parallel.layouts import check
 
 ONE: dict[str, tuple[dict[str, Any], int]] = {
     "tp 2": ({"tp_size": 2}, 2),
@@ -38,6 +38,10 @@ SHARED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         2,
     ),
 }
+MORE_SHARED = (
+    *("vision tp 1 beside language tp 2", "vision tp 2 within language tp 2"),
+    "vision tp 2 beside language tp 4",
+)
 
 
 @pytest.mark.usefixtures("float64")
@@ -59,14 +63,14 @@ def test_one_modality_equals_one_process(name: str, which: str) -> None:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("which", swept(BRIDGES, "2 to 4", "4 to 1", "2 to 2"))
+@pytest.mark.parametrize("which", swept(BRIDGES, "2 to 4", "4 to 2", "4 to 1", "2 to 2"))
 def test_modalities_of_unlike_degrees_equal_one_process(which: str) -> None:
     vision, language = BRIDGES[which]
     check("llava", {"vision": {"tp_size": vision}, "language": {"tp_size": language}}, vision + language)
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("which", swept(SHARED, "vision tp 1 beside language tp 2", "vision tp 2 within language tp 2"))
+@pytest.mark.parametrize("which", swept(SHARED, *MORE_SHARED))
 def test_modalities_on_the_same_ranks_equal_one_process(which: str) -> None:
     vision, language, world = SHARED[which]
     fields = {"vision": {"colocate_with": "language", **vision}, "language": language}
@@ -90,11 +94,12 @@ def test_modalities_on_the_same_ranks_equal_one_process(which: str) -> None:
             6,
             {"variant": "encoder", "gradient_clip_val": 0.01},
         ),
-        (
+        pytest.param(
             "whisper",
             {"audio": {"tp_size": 3}, "language": {"tp_size": 2}},
             5,
             {"schedule": "auto", "gradient_clip_val": 0.01, "exact": True},
+            marks=pytest.mark.exhaustive,
         ),
         ("blip_2", {"vision": {"tp_size": 2, "dp_size": 1}, "language": {"dp_size": 2}}, 4, {"replicas": 2}),
         ("llava", {"vision": {"tp_size": 2}, "language": {"tp_size": 2, "pp_size": 2}}, 6, {"schedule": "zbv"}),
@@ -129,13 +134,10 @@ def recompute(module: L.LightningModule) -> None:
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.filterwarnings("ignore")
-def test_layers_that_are_recomputed_by_a_backward_within_the_backward_equal_one_process() -> None:
-    shards = {"language": {"tp_size": 2, "sequence_parallel": True}}
-    check_all(
-        2,
-        Compared(name="llama_tied", fields=shards, prepare=recompute),
-        Compared(name="t5", fields={"language": {"tp_size": 2}}, prepare=recompute, exact=True),
-    )
+@pytest.mark.parametrize("name", swept(["llama_tied", "t5"], "t5"))
+def test_layers_that_are_recomputed_by_a_backward_within_the_backward_equal_one_process(name: str) -> None:
+    fields: dict[str, Any] = {"tp_size": 2, **({"sequence_parallel": True} if name == "llama_tied" else {})}
+    check(name, {"language": fields}, 2, prepare=recompute, exact=name == "t5")
 
 
 @pytest.mark.usefixtures("float64", "new_ranks")
@@ -154,15 +156,17 @@ def test_a_layer_of_the_users_own_is_divided_as_registered(monkeypatch: pytest.M
     check("handwritten", fields, 5, exact=True)
 
 
+FULL: dict[str, tuple[dict[str, Any], int, int]] = {
+    "tp 2": ({}, 2, 1),
+    "tp 2 with sequence shards": ({"sequence_parallel": True}, 2, 1),
+    "two replicas": ({}, 4, 2),
+    "tp 2 with the tokens in halves": ({"cp_size": 2}, 4, 1),
+}
+
+
 @pytest.mark.usefixtures("float64")
-def test_embeddings_that_each_rank_holds_in_full_equal_one_process() -> None:
+@pytest.mark.parametrize("which", swept(FULL, "tp 2", "tp 2 with the tokens in halves"))
+def test_embeddings_that_each_rank_holds_in_full_equal_one_process(which: str) -> None:
     """language: ranks 0-1, or ranks 0-3 as two replicas or with the tokens in halves."""
-    full = {"tp_size": 2, "shard_embedding": False}
-    check_all(
-        2, *(Compared(name="llama", fields={"language": {**full, "sequence_parallel": way}}) for way in (False, True))
-    )
-    check_all(
-        4,
-        Compared(name="llama", fields={"language": full}, replicas=2),
-        Compared(name="llama", fields={"language": {**full, "cp_size": 2}}),
-    )
+    more, world, replicas = FULL[which]
+    check("llama", {"language": {"tp_size": 2, "shard_embedding": False, **more}}, world, replicas=replicas)

@@ -58,13 +58,13 @@ def by_shards(module: L.LightningModule) -> None:
     scored(module, over_shards)
 
 
-OF_PREFERENCE: list[dict[str, Any]] = [
-    {**TP, "sequence_parallel": True},
-    {**TP, "fused_linear_cross_entropy": True},
-    {"cp_size": 2},
-    {"pp_size": 2},
-]
-OF_SHARDS: list[dict[str, Any]] = [TP, {**TP, "fused_linear_cross_entropy": True}, {"cp_size": 2}]
+WAYS: dict[str, dict[str, Any]] = {
+    "tp": TP,
+    "sequence shards": {**TP, "sequence_parallel": True},
+    "fused head": {**TP, "fused_linear_cross_entropy": True},
+    "cp": {"cp_size": 2},
+    "pp": {"pp_size": 2},
+}
 
 
 @pytest.mark.exhaustive
@@ -77,16 +77,32 @@ def test_more_losses_of_ones_own_equal_one_process() -> None:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("prepare", [by_preference, by_shards])
-def test_losses_of_ones_own_equal_one_process(prepare: Any) -> None:
-    """language: ranks 0-1, in tensor parallel shards of uneven vocabularies, or sharing tokens."""
-    fields = OF_PREFERENCE if prepare is by_preference else OF_SHARDS
-    check_all(2, *(Compared(name="llama", fields={"language": one}, prepare=prepare) for one in fields))
+@pytest.mark.parametrize(
+    ("prepare", "way"),
+    [
+        (by_preference, "sequence shards"),
+        pytest.param(by_preference, "fused head", marks=pytest.mark.exhaustive),
+        pytest.param(by_preference, "cp", marks=pytest.mark.exhaustive),
+        (by_preference, "pp"),
+        pytest.param(by_shards, "tp", marks=pytest.mark.exhaustive),
+        (by_shards, "fused head"),
+        (by_shards, "cp"),
+    ],
+)
+def test_losses_of_ones_own_equal_one_process(prepare: Any, way: str) -> None:
+    """language: ranks 0-1, in tensor parallel shards of uneven vocabularies, as stages, or sharing tokens."""
+    check_all(2, Compared(name="llama", fields={"language": WAYS[way]}, prepare=prepare))
 
 
 @pytest.mark.usefixtures("float64")
-def test_losses_of_ones_own_over_three_shards_and_shared_tokens_equal_one_process() -> None:
-    """language: ranks 0-2, or two of them for each half of the tokens."""
+def test_losses_of_ones_own_over_three_shards_equal_one_process() -> None:
+    """language: ranks 0-2."""
     check_all(3, Compared(name="llama", fields={"language": {"tp_size": 3}}, prepare=by_preference))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("float64")
+def test_losses_of_ones_own_over_shared_tokens_equal_one_process() -> None:
+    """language: ranks 0-3, two shards for each half of the tokens."""
     fields = {"language": {**TP, "cp_size": 2}}
     check_all(4, Compared(name="llama", fields=fields, prepare=by_shards))

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from features.toys import Layout, Run, assert_same, figures, outcomes, weights
 from lightning_mm5d import Modality
 from lightning_mm5d.tensor_parallel.plan_lookup import plans_of
+from sweeps import swept
 
 from .two_ranks import Root, differences
 
@@ -235,7 +236,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", swept(LAYOUTS, "tp 2 x pp 2"))
 def test_models_of_torchs_layers_train_and_evaluate_like_one_process(layout: str) -> None:
     """language: ranks 0-1 as two stages, or as tensor parallel ranks; or two stages of two."""
     for name, outcome in outcomes(LAYOUTS[layout], *SCENARIOS).items():

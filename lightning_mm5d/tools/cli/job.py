@@ -327,8 +327,8 @@ def _strategy(given: Any) -> tuple[MultimodalStrategy, Mapping[str, Modality]]:
     if isinstance(given, Namespace):
         settings = given.as_dict()
         given = _made(settings)
-        if isinstance(given, MultimodalStrategy) and "schedule" in settings.get("init_args", {}):
-            # under this schedule it takes them as they are
+        if isinstance(given, MultimodalStrategy) and settings.get("init_args", {}).get("schedule") == "zbv":
+            # under another schedule it takes them as they are
             written = _made({**settings, "init_args": {**settings["init_args"], "schedule": "1f1b"}})
     if given == "mm5d":
         given = MultimodalStrategy()

@@ -58,7 +58,9 @@ def trained(run: Run, layout: Layout, module: Toy | None = None, samples: Sample
     return weights(module), getattr(module, "losses", []), [epochs.count(epoch) for epoch in range(EPOCHS)]
 
 
-@pytest.mark.parametrize("layout", [PAIR, TWINS, SHARED], ids=["pair", "twins", "shared"])
+@pytest.mark.parametrize(
+    "layout", [PAIR, pytest.param(TWINS, marks=pytest.mark.exhaustive), SHARED], ids=["pair", "twins", "shared"]
+)
 def test_later_epochs_encode_nothing_and_change_no_bit(layout: Layout, tmp_path: Path) -> None:
     def scenario(run: Run) -> Any:
         found = [trained(run, cached(layout, folder), batch_size=4) for folder in (None, tmp_path, tmp_path)]

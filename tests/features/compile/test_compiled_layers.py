@@ -116,7 +116,7 @@ LAYOUTS |= {
 }
 
 
-LONG = {"pp 2, computed again", *(one for one in LAYOUTS if "autograd" in one)}
+LONG = {"cp 2", "pp 2, computed again", *(one for one in LAYOUTS if "autograd" in one)}
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,18 @@ LARGER: dict[str, tuple[Layout, float]] = {
 }
 
 
-@pytest.mark.parametrize("runs", [RUNS, LARGER], ids=["2 ranks", "4 ranks"])
+SHARDED = "stage 2, tensor parallel, all in float8"
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        RUNS,
+        {SHARDED: LARGER[SHARDED]},
+        pytest.param({name: run for name, run in LARGER.items() if name != SHARDED}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["2 ranks", "4 ranks", "more of 4 ranks"],
+)
 def test_ranks_stay_equal_to_the_bit_and_near_the_exact_run(runs: dict[str, tuple[Layout, float]]) -> None:
     exact = alone(trained)
     for name, ranks in in_turn({name: where for name, (where, _) in runs.items()}, trained).items():

@@ -188,7 +188,8 @@ def double() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("grid", "names"),
     [
-        ("2d", (*FEW, "uneven llama", "wav2vec2")),
+        ("2d", ("bert", "clip", "uneven llama", "wav2vec2")),
+        pytest.param("2d", ("llama", "gpt2", "vit"), marks=pytest.mark.exhaustive),
         ("2.5d", ("uneven vit",)),
         ("3d", ("uneven gpt2",)),
         pytest.param("3d", ("clip",), marks=pytest.mark.exhaustive),

@@ -151,9 +151,13 @@ LAYOUTS: dict[str, tuple[str, dict[str, Modality], int]] = {
     "tp 2 pp 2": ("llama_tied", {"language": m(tp_size=2, pp_size=2)}, 4),
     "cp 2 pp 2": ("llama", {"language": m(cp_size=2, pp_size=2)}, 4),
 }
+MORE_LAYOUTS = (
+    *("vision pp 2 | language pp 2", "vision | language tp 2", "vision | sliding windows pp 2"),
+    "audio | language pp 2",
+)
 
 
-@pytest.mark.parametrize("name", swept(LAYOUTS, "vision | language tp 2", "audio | language pp 2"))
+@pytest.mark.parametrize("name", swept(LAYOUTS, *MORE_LAYOUTS))
 @pytest.mark.usefixtures("float64")
 def test_generated_text_is_that_of_one_process(name: str) -> None:
     """Each layout is drawn by its name: ranks in that order."""

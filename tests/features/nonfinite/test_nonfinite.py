@@ -142,7 +142,11 @@ SCENARIOS = (losses_are_skipped, gradients_are_skipped, windows_are_skipped, los
 
 @pytest.fixture(
     scope="module",
-    params=[PIPE, TWINS, pytest.param(SHARED, marks=pytest.mark.exhaustive)],
+    params=[
+        PIPE,
+        pytest.param(TWINS, marks=pytest.mark.exhaustive),
+        pytest.param(SHARED, marks=pytest.mark.exhaustive),
+    ],
     ids=["pipe", "twins", "shared"],
 )
 def found(request: Any) -> dict[str, Outcome]:

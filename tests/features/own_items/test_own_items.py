@@ -78,7 +78,9 @@ def assert_equal(got: Any, expected: Any) -> None:
     torch.testing.assert_close(got[2], expected[2], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("layout", [PAIR, EYES, TWINS], ids=["pair", "encoder replicas", "twins"])
+@pytest.mark.parametrize(
+    "layout", [PAIR, EYES, pytest.param(TWINS, marks=pytest.mark.exhaustive)], ids=["pair", "encoder replicas", "twins"]
+)
 def test_numbers_are_those_of_plain_tensors_and_each_rank_loads_its_own(layout: Layout) -> None:
     """ranks as the layout says"""
     found = together(layout, both, limit=120)

@@ -97,7 +97,11 @@ STEP = [("on_before_optimizer_step", 4), ("on_train_batch_end", 8)]
 EPOCH = [("on_train_epoch_end", 1), ("on_train_epoch_start", 2), ("on_validation_start", 3)]
 
 
-@pytest.mark.parametrize("layout", [PAIR, PIPE, TWINS, ZERO], ids=["pair", "pipe", "twins", "zero"])
+@pytest.mark.parametrize(
+    "layout",
+    [PAIR, pytest.param(PIPE, marks=pytest.mark.exhaustive), pytest.param(TWINS, marks=pytest.mark.exhaustive), ZERO],
+    ids=["pair", "pipe", "twins", "zero"],
+)
 def test_a_fit_that_breaks_in_a_step_goes_on_to_the_last_bit(layout: Layout, tmp_path: Path) -> None:
     cases = {"shuffled": SAMPLERS["shuffled"], "workers": LOADERS["workers"]}
     check(layout, cases, [("on_before_optimizer_step", 4)] if layout.replicas > 1 else STEP, tmp_path)
