@@ -97,7 +97,7 @@ def _train(rank: int, run: Compared, world: int) -> tuple[list[float], list[Stat
     batches = batches_of(run.name, run.steps)
     if run.replicas > 1:
         batches = [part for batch in batches for part in case.split(batch, run.replicas)]
-    options["use_distributed_sampler"] = run.replicas > 1
+    options["in_order"] = run.replicas > 1
     recorder = fit(module, batches, chosen, world, run.accelerator, **options)
     return recorder.losses, recorder.gradients, module.state_dict()
 
