@@ -3,22 +3,18 @@ ranks that it computes with.
 
 ``trainer.is_global_zero`` is true in a step where that of the first replica ends, so files are written there. A logger
 writes on rank 0 alone; ``rank_zero_only`` and ``self.global_rank == 0`` ask for rank 0, where the step is cut off.
-
-Refuses hooks that write buffers on rank 0 alone, because the other ranks would go on with older ones.
 """
 
 from __future__ import annotations
 
 import ast
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.source.trees import decorated, reached, tree_of
 
 
@@ -140,27 +136,4 @@ def _is_for_rank_zero(called: ast.expr, cls: type, function: FunctionType) -> bo
     found = list(decorated(value))
     if not found or found[-1].__module__.startswith("lightning"):  # `rank_zero_info` and its like
         return False
-    return _has_decorator(found)
-
-
-def _has_decorator(found: Sequence[FunctionType]) -> bool:
     return any(one.__code__.co_filename.endswith("rank_zero.py") for one in found[:-1])
-
-
-def check_rank_zero(module: nn.Module) -> None:
-    """Refuse hooks under ``rank_zero_only`` that write buffers, which DDP would give to all ranks (a latent's scale).
-
-    Raises:
-        ConfigError: a hook of the module does.
-    """
-    for hook in (name for name in dir(type(module)) if name.startswith("on_")):
-        found = list(decorated(inspect.getattr_static(type(module), hook)))
-        tree = tree_of(found[-1]) if _has_decorator(found) else None
-        for node in ast.walk(tree) if tree is not None else ():
-            written = getattr(node, "attr", "") if isinstance(getattr(node, "ctx", None), ast.Store) else ""
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "register_buffer" and node.args:
-                written = getattr(node.args[0], "value", "")
-            if written in module._buffers:
-                rule = "Only rank 0 would have it, and each rank computes with buffers of its own"
-                fix = "Let all ranks run the hook, and take rank 0's value by self.trainer.strategy.broadcast(value)"
-                raise ConfigError(hook, f"a write to the buffer {written!r} under rank_zero_only", rule, fix)
