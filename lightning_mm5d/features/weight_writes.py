@@ -466,7 +466,9 @@ class HookWrites(Attached):
         path, _, key = name.rpartition(".")
         module = self._module.get_submodule(path)
         one = module._buffers.get(key)
-        value = broadcast_tree(one.detach().to(_CPU) if self._rank == 0 else None, 0, _CPU, group)
+        value = broadcast_tree(None if one is None or self._rank else one.detach().to(_CPU), 0, _CPU, group)
+        if value is None:  # rank 0 has deleted it since
+            return
         if self._rank == 0:
             return
         value = value.to(self._module.device if one is None else one.device)

@@ -189,7 +189,7 @@ class BatchParts:
 
         Where the step makes what it passes to the model (``torch.cat``), it is the only tensor of integers with -100.
         """
-        marked = set[Path]()
+        marked = set[Path | None]()
 
         def note(path: Path, tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point() and bool(tensor.eq(-100).any()):

@@ -40,7 +40,6 @@ from lightning_mm5d.trainer.batch_parts import BatchParts
 from lightning_mm5d.trainer.guard import position
 from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.logs import LogCapture, replay
-from lightning_mm5d.trainer.lost_writes import tell_of_ranks
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import Summing
 from lightning_mm5d.trainer.user_step import Context, ResultChannel, StepResult, TrainingStep, UserStep, Watch, Weights
@@ -186,7 +185,6 @@ class Steps:
         self.writes = self._own == 0 and replicas[0].src == rank
         self._evaluated = set[Hashable]()  # evaluation steps and dataloaders whose first batch was looked at
         self._joined = set[str]()  # steps whose results were joined
-        self._told = set[str]()  # steps whose lost writes were warned of
         self._named = list(module.named_parameters(remove_duplicate=False))
         self._apart = appended_by_data(type(module))
         self._trainable: tuple[tuple[bool, ...], frozenset[str]] = ((), frozenset())
@@ -415,16 +413,11 @@ class Steps:
     # --- phase 2 ---
 
     def _options(self, context: Context, name: str, parts: Parts) -> dict[str, Any]:
-        module, ends_on = self._module, self._plan.topology.instances(self._plan.topology.last_stage)[0][0]
-        layout = self._plan.layout
-        if name not in self._told and layout.size > layout.num_replicas:
-            self._told.add(name)
-            tell_of_ranks(module, name, ends_on, layout.num_replicas, layout.size)
         # counted by the loop, and so after a resume too: a step need not take the index, and accumulates at one
         # `global_step`
-        index = position(module.trainer).get("batch", 0)
+        index = position(self._module.trainer).get("batch", 0)
         apart = () if name == "training_step" else (name,)
-        key = None if self._seed is None else (self._seed, module.current_epoch, index, *apart)
+        key = None if self._seed is None else (self._seed, self._module.current_epoch, index, *apart)
         options = {"context": context, "capture": self._capture, "metrics": self._metrics, "random_key": key}
         options |= {"watch": None if self.watch is None else self.watch(name, parts)}
         return {**options, "copies": self._writing.get(name, True)}
