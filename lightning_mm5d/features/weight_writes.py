@@ -16,11 +16,12 @@ Embeddings with ``max_norm`` write to the rows that they read, and are left out.
 
 Refuses hooks that write on some ranks alone, as under ``if trainer.is_global_zero``: ranks compute with what each has.
 
-1. `HookWrites` notes around each hook of a user which parameters and buffers it writes, and which settings of
+1. `HookWrites` notes around each hook of a user which parameters and buffers it writes, and which modules, settings of
    optimizers, `requires_grad` and numbers in attributes it changes.
 2. With the round in which a batch begins, ranks compare a digest of these names. Where it differs they exchange them.
-3. A parameter or a setting that some rank which needs it has not changed is refused. So is a buffer, but for ranks that
-   are all replicas of it: there all take that of rank 0, as under DDP. An attribute that a step reads is warned of.
+3. A parameter, module or setting that some rank which needs it has not changed is refused. So is a buffer, but for
+   ranks that are all replicas of it: there all take that of rank 0, as under DDP. An attribute that a step reads is
+   warned of.
 """
 
 from __future__ import annotations
@@ -340,7 +341,7 @@ _FIX = (
     "to all by self.trainer.strategy.broadcast(value)"
 )
 _CPU = torch.device("cpu")
-Kind = str  # "parameter", "buffer", "requires_grad", "attribute" or "setting"
+Kind = str  # "parameter", "buffer", "module", "requires_grad", "attribute" or "setting"
 
 
 class HookWrites(Attached):
@@ -385,6 +386,7 @@ class HookWrites(Attached):
     def _state(self) -> dict[tuple[Kind, str], Any]:
         found: dict[tuple[Kind, str], Any] = {}
         with plain():
+            found |= {("module", path): id(one) for path, one in self._module.named_modules()}
             for name, one in self._module.named_buffers():
                 small = one.detach().clone() if one.is_cpu and one.numel() <= _SMALL and type(one) is Tensor else None
                 found["buffer", name] = id(one), version_of(one), small

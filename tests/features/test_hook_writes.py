@@ -86,6 +86,11 @@ def freeze(module: Any) -> None:
         module.decoder.embedding.weight.requires_grad_(False)
 
 
+def wrap(module: Any) -> None:
+    if module.trainer.is_global_zero and module.current_epoch == 0:
+        module.decoder.norm = nn.Sequential(module.decoder.norm, nn.Identity())
+
+
 def change_factor(module: Any) -> None:
     if module.trainer.is_global_zero:
         module.factor *= 0.5
@@ -104,6 +109,7 @@ def write_on_all(module: Any) -> None:
 BUFFERS = [scale, scale_through_data, register]
 OTHERS = {fill: "the parameter decoder.head.bias", other_data: "the parameter decoder.head.bias"}
 OTHERS |= {slow_down: "lr of group 0 of optimizer 0", freeze: "requires_grad of decoder.embedding.weight"}
+OTHERS |= {wrap: "the module decoder.norm"}
 
 
 def trained(run: Run, kind: type[Scaled], hook: Hook, *callbacks: L.Callback) -> Any:
