@@ -74,6 +74,7 @@ FEATURES = (
     Registered("recomputation", modality={"activation_checkpointing": "none"}),
     Registered("full_views"),
     Registered("refusals"),
+    Registered("lost_writes"),
     Registered("interleaving", modality={"interleaved_microbatches": 1}),
     Registered("joined_calls", modality={"microbatches_per_call": 1}),
     Registered("offload", modality={"offload": None}),

@@ -4,7 +4,8 @@ A rank runs the code of a module for the stages that it has, once for each micro
 after a step each rank comes to hold what the module keeps where it is computed, as `trainer.kept_values` does it for
 the LightningModule. The *home* of a module is the last stage that holds any of its parameters. Phases:
 
-1. The first step of its kind in an epoch notes the attributes of all modules; later steps those that it has changed.
+1. The first step of its kind in an epoch notes the attributes of all modules, also those that a hook has put in since;
+   later steps those that it has changed.
 2. After each run of a stage the modules at home there are marked, for values of microbatches to be joined.
 3. At the end of a first step the ranks of a replica agree which modules have changed.
 4. The first rank of each home sends what has changed to its replica, where stand-ins have left nothing.
@@ -95,13 +96,9 @@ class _Watched(Attached, AroundSteps):
     """
 
     def __init__(self, running: Running) -> None:
-        found = {path: one for path, one in running.module.named_modules() if path and not holds_metrics(one)}
-        self.plan, self.rank, self.modules = running.plan, running.rank, found
-        held = _stages_below(running.plan)
-        self.homes = {path: _home(path, held, running.plan) for path in found}
-        mine = set(self.plan.topology.stages_of(self.rank))
-        self.runs = {path for path in found if not mine.isdisjoint(held.get(path, ()))}
-        self.own = {path: one for path, one in found.items() if is_own(one) and self.is_here(path)}
+        self._module, self.plan, self.rank = running.module, running.plan, running.rank
+        self.modules: dict[str, nn.Module] = {}
+        self._survey()
         self._told = set[tuple[type, str]]()
         self._device, self._groups = message_device(running.device), running.groups
         self._channels: dict[tuple[int, int], TreeChannel] = {}
@@ -110,7 +107,20 @@ class _Watched(Attached, AroundSteps):
 
     def step(self, course: Course) -> AroundStep | None:
         """Watch a step; after the first of its kind in an epoch, the modules which that has changed."""
+        if any(self.known(course.step, number) is None for number in course.step.microbatches):
+            self._survey()
         return None if Exception in course.step.forgives else _Step(self, course.step)
+
+    def _survey(self) -> None:
+        """Look at the modules that there are, to which a hook may have added some."""
+        found = {path: one for path, one in self._module.named_modules() if path and not holds_metrics(one)}
+        if found.keys() == self.modules.keys() and all(one is self.modules[path] for path, one in found.items()):
+            return
+        held, mine = _stages_below(self.plan), set(self.plan.topology.stages_of(self.rank))
+        self.modules = found
+        self.homes = {path: _home(path, held, self.plan) for path in found}
+        self.runs = {path for path in found if not mine.isdisjoint(held.get(path, ()))}
+        self.own = {path: one for path, one in found.items() if is_own(one) and self.is_here(path)}
 
     def known(self, step: Any, number: int) -> list[str] | None:
         """Return the modules that the first step of its kind has changed in a replica; None for such a step."""

@@ -135,7 +135,8 @@ class _Digested(Attached):
         self._compared = dict[str, int]()
         self._fields: dict[int, dict[str, list[str]]] | None = None
         self._where = ""
-        self.put_attribute(running.turns, "proof", self)
+        running.turns.proofs.append(self)
+        self.changes.callback(running.turns.proofs.remove, self)
         before_transfer = getattr(running.module, BEFORE_TRANSFER)
 
         def prepared(batch: Any, dataloader_idx: int = 0) -> Any:

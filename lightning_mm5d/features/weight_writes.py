@@ -13,10 +13,21 @@ clamp, a copy of other weights), before the step computes with the weight, or wh
 5. No write goes past torch, through an array of numpy. A weight that a run looks at as an array is compared for that.
 
 Embeddings with ``max_norm`` write to the rows that they read, and are left out.
+
+Refuses hooks that write on some ranks alone, as under ``if trainer.is_global_zero``: ranks compute with what each has.
+
+1. `HookWrites` notes around each hook of a user which parameters and buffers it writes, and which modules, settings of
+   optimizers, `requires_grad` and numbers in attributes it changes.
+2. With the round in which a batch begins, ranks compare a digest of these names. Where it differs they exchange them.
+3. A parameter, module or setting that some rank which needs it has not changed is refused. So is a buffer, but for
+   ranks that are all replicas of it: there all take that of rank 0, as under DDP. An attribute that a step reads is
+   warned of.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,20 +36,27 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.engine.codec import broadcast_tree
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
+from lightning_mm5d.monitor.verdict import named
 from lightning_mm5d.schedule import Action
 from lightning_mm5d.sharded.data_accesses import accesses
 from lightning_mm5d.sharded.remote_value import TELLING, is_remote, plain
 from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.sharded.tensor import functions_named, written_by
 from lightning_mm5d.sharded.torch_internals import version_of
+from lightning_mm5d.source.trees import names, reached
 from lightning_mm5d.stage import Run
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
+from lightning_mm5d.trainer.kept_values import is_own
 
 _SHOWING = TELLING | {*functions_named("data detach", Tensor)}
 _VERSION = attrgetter("_version")
@@ -51,8 +69,22 @@ class WeightWrites(Feature):
     """Has no field: it changes no number."""
 
     def attach(self, running: Running) -> Attached | None:
-        """Watch the steps of schedules."""
-        return None if running.is_plain else _Watched(running)
+        """Watch the steps of schedules, and hooks where there are several ranks."""
+        parts: list[Attached] = [] if running.is_plain else [_Watched(running)]
+        if running.plan.layout.size > 1 and not running.trainer.predicting:
+            parts.append(HookWrites(running))
+        return _Together(parts) if parts else None
+
+
+class _Together(Attached):
+    def __init__(self, parts: Sequence[Attached]) -> None:
+        self._parts = parts
+        for one in parts:
+            self.changes.callback(one.remove)
+
+    def leave(self, targets: Sequence[int], *, failed: bool) -> None:
+        for one in self._parts:
+            one.leave(targets, failed=failed)
 
 
 class _Watched(Attached, AroundSteps):
@@ -300,6 +332,185 @@ def _differ(one: Tensor, other: Tensor) -> Tensor:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+_STEPS = ("training_step", "validation_step", "test_step", "forward")
+_ALONE = "Ranks compute with parameters, buffers and settings of their own, and others would go on with the old one"
+_FIX = (
+    "Write it on all ranks, outside of conditions such as trainer.is_global_zero; a value that rank 0 alone has comes "
+    "to all by self.trainer.strategy.broadcast(value)"
+)
+_CPU = torch.device("cpu")
+Kind = str  # "parameter", "buffer", "module", "requires_grad", "attribute" or "setting"
+
+
+class HookWrites(Attached):
+    """What hooks have written on this rank since ranks last compared; a `BatchProof`.
+
+    Args:
+        running: of several ranks.
+    """
+
+    def __init__(self, running: Running) -> None:
+        self._module, self._trainer = running.module, running.trainer
+        self._plan, self._rank = running.plan, running.rank
+        self._weights: Weights = dict(running.module.named_parameters())
+        self._ids = {id(one): name for name, one in self._weights.items()}
+        self._found = dict[tuple[Kind, str], str]()  # by kind and name, the hook
+        self._told = set[str]()  # attributes
+        self._read = _read_by_steps(running.module)
+        self._between = is_overridden("on_train_batch_start", running.module)  # which runs before a step is compared
+        self._group = running.more_groups.get(range(self._plan.layout.size), "turns", backend="gloo")
+        running.turns.proofs.append(self)
+        self.changes.callback(running.turns.proofs.remove, self)
+        for owner in (running.module, *vars(running.trainer)["callbacks"]):
+            for name in dir(type(owner)):
+                hook = getattr(owner, name, None) if name.startswith("on_") and "transfer" not in name else None
+                if callable(hook) and is_of_user(hook):
+                    self.put_attribute(owner, name, self._watched(hook, f"{type(owner).__name__}.{name}"))
+
+    def _watched(self, hook: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @wraps(hook)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            before = self._state()
+            with written(self._weights, self._ids) as weights:
+                result = hook(*args, **kwargs)
+            after = self._state()
+            changed = [key for key in {**before, **after} if _is_other(before.get(key), after.get(key))]
+            for key in [*changed, *(("parameter", weight) for weight in weights())]:
+                self._found.setdefault(key, name)
+            return result
+
+        return watched
+
+    def _state(self) -> dict[tuple[Kind, str], Any]:
+        found: dict[tuple[Kind, str], Any] = {}
+        with plain():
+            found |= {("module", path): id(one) for path, one in self._module.named_modules()}
+            for name, one in self._module.named_buffers():
+                small = one.detach().clone() if one.is_cpu and one.numel() <= _SMALL and type(one) is Tensor else None
+                found["buffer", name] = id(one), version_of(one), small
+            found |= {("requires_grad", name): one.requires_grad for name, one in self._weights.items()}
+        for number, optimizer in enumerate(self._trainer.optimizers):
+            for group, options in enumerate(optimizer.param_groups):
+                where = f"of group {group} of optimizer {number}"
+                found |= {("setting", f"{name} {where}"): one for name, one in options.items() if type(one) in _NUMBERS}
+        for path, module, read in self._read:
+            for name in vars(module).keys() & read:
+                if type(value := vars(module)[name]) in _NUMBERS:
+                    found["attribute", f"{path}.{name}".lstrip(".")] = value
+        return found
+
+    # --- of ranks that begin a batch ---
+
+    def slots(self) -> list[int]:
+        """Return a number of what hooks have written, and its negative."""
+        digest = hashlib.blake2b(json.dumps(sorted(self._found)).encode(), digest_size=8).digest()
+        number = int.from_bytes(digest, "big") >> 2
+        return [number, -number]
+
+    def check(self, agreed: list[int], group: dist.ProcessGroup) -> None:
+        """Refuse or mend what some ranks alone have written; collective where any has.
+
+        Raises:
+            ConfigError: on all ranks; names the hook, what it writes, and the ranks that did not.
+        """
+        own, self._found = self._found, {}
+        if agreed[0] == -agreed[1]:
+            return
+        by_key: dict[tuple[Kind, str], dict[int, str]] = {}
+        for rank in range(self._plan.layout.size):
+            text = json.dumps([*own.items()]) if rank == self._rank else None
+            for (kind, name), hook in json.loads(broadcast_tree(text, rank, _CPU, group)):
+                by_key.setdefault((kind, name), {})[rank] = hook
+        for (kind, name), hooks in sorted(by_key.items()):
+            self._judge(kind, name, hooks, group)
+
+    def compare(self, group: dist.ProcessGroup | None) -> None:
+        """Compare before a training step, where the module has a hook between the beginning of a batch and that."""
+        if self._between and group is not None:
+            agreed = torch.tensor(self.slots())
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
+            self.check(agreed.tolist(), group)
+
+    def compare_alone(self) -> None:
+        """Evaluation of replicas by themselves: the next round compares."""
+
+    def leave(self, targets: Sequence[int], *, failed: bool) -> None:
+        """Compare what the last hooks have written."""
+        if not failed:
+            between, self._between = self._between, True
+            self.compare(self._group)
+            self._between = between
+
+    def _judge(self, kind: Kind, name: str, hooks: Mapping[int, str], group: dist.ProcessGroup) -> None:
+        plan, all_ranks = self._plan, range(self._plan.layout.size)
+        is_owned = kind in ("parameter", "buffer") and name in plan.partition.owners
+        is_shared = not is_owned or name in plan.ownership.written_by_all
+        needing = [*all_ranks] if is_shared else [*plan.ownership.ranks_holding(name)]
+        replicas = [set(plan.layout.replica_ranks(number)) for number in range(plan.layout.num_replicas)]
+        lacking = [rank for rank in needing if rank not in hooks]
+        if kind == "buffer" or (kind == "attribute" and [*hooks] != [0]):  # replicas may write by their samples
+            lacking = [rank for rank in lacking if any(rank in one and not one.isdisjoint(hooks) for one in replicas)]
+        if kind == "buffer" and 0 in hooks and not plan.topology.edges and name not in plan.division.shards:
+            self._take_over(name, group)
+        elif lacking:
+            hook, ranks = hooks[min(hooks)], named([*hooks])
+            what = {"attribute": "self.", "setting": "", "requires_grad": "requires_grad of "}.get(kind, f"the {kind} ")
+            got = f"a change of {what}{name} on {ranks} and not on {named(lacking)}"
+            if kind != "attribute":
+                raise ConfigError(hook, got, _ALONE, _FIX)
+            if name not in self._told:
+                self._told.add(name)
+                rank_zero_warn(f"{hook} makes {got}, and steps read it: ranks compute with unequal values. {_FIX}")
+
+    def _take_over(self, name: str, group: dist.ProcessGroup) -> None:
+        path, _, key = name.rpartition(".")
+        module = self._module.get_submodule(path)
+        one = module._buffers.get(key)
+        value = broadcast_tree(None if one is None or self._rank else one.detach().to(_CPU), 0, _CPU, group)
+        if value is None:  # rank 0 has deleted it since
+            return
+        if self._rank == 0:
+            return
+        value = value.to(self._module.device if one is None else one.device)
+        if one is not None and one.shape == value.shape and one.dtype == value.dtype:
+            with torch.no_grad():
+                one.copy_(value)
+            return
+        if hasattr(module, key):
+            delattr(module, key)
+        module.register_buffer(key, value)
+
+
+_SMALL = 4096  # elements of buffers in host memory whose values are compared: a write through `data` leaves no trace
+_NUMBERS = (bool, int, float, str)
+_OF_OTHERS = ("lightning.", "pytorch_lightning.", "lightning_mm5d.")
+
+
+def is_of_user(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is neither Lightning's nor this package's."""
+    return not str(getattr(hook, "__module__", "")).startswith(_OF_OTHERS)
+
+
+def _read_by_steps(root: nn.Module) -> list[tuple[str, nn.Module, frozenset[str]]]:
+    """Return path, module and the names in the code of its steps and forward, for modules of classes of users."""
+    found: list[tuple[str, nn.Module, frozenset[str]]] = []
+    for path, module in root.named_modules():
+        steps = _STEPS if module is root else ("forward",)
+        if module is root or is_own(module):
+            codes = [code for step in steps for code in reached(type(module), step)]
+            found.append((path, module, frozenset().union(*(names(code) or () for code in codes))))
+    return found
+
+
+def _is_other(before: Any, after: Any) -> bool:
+    """Whether values, or identities, versions and copies of buffers, differ."""
+    if not isinstance(before, tuple) or not isinstance(after, tuple):
+        return before != after
+    *state, copy = before
+    *now, copied = after
+    return state != now or (copy is not None and copied is not None and not torch.equal(copy, copied))
 
 
 FEATURE = WeightWrites

@@ -185,11 +185,26 @@ class BatchParts:
         return any(isinstance(one, VaryingCollator) and one.varies for one in collators)
 
     def has_labels(self, parts: Sequence[Microbatch]) -> bool:
-        """Return whether it is certain which tensors hold the label tokens that the loss is a mean over."""
+        """Return whether it is certain which tensors hold the label tokens that the loss is a mean over.
+
+        Where the step makes what it passes to the model (``torch.cat``), it is the only tensor of integers with -100.
+        """
+        marked = set[Path | None]()
+
+        def note(path: Path, tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point() and bool(tensor.eq(-100).any()):
+                marked.add(path)
+            return tensor
+
         try:
             found = [self._labels(part.batch) for part in parts]
         except ConfigError:
-            return False
+            for part in parts:
+                with_tensors(part.batch, note)
+            if len(marked) != 1:
+                return False
+            self._passed = frozenset(marked)
+            found = [self._labels(part.batch) for part in parts]
         return bool(found) and not any(labels.is_floating_point() for labels in found)
 
     def check(self, parts: Sequence[Microbatch], *, tokens: bool, deals: bool = False) -> None:

@@ -40,7 +40,6 @@ from lightning_mm5d.trainer.batch_parts import BatchParts
 from lightning_mm5d.trainer.guard import position
 from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.logs import LogCapture, replay
-from lightning_mm5d.trainer.lost_writes import tell_of_ranks
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import Summing
 from lightning_mm5d.trainer.user_step import Context, ResultChannel, StepResult, TrainingStep, UserStep, Watch, Weights
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
 
 Parts = Mapping[int, list[Microbatch]]
 _ROUNDED = 0.01  # how much a factor may differ from 1 by the dtype of a loss
+_LOOKS = 3  # batches that are looked at in training: as many labels may count in the microbatches of one by chance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Casting(Protocol):
 
 
 class FirstBatch(NamedTuple):
-    """The first batch of a run for a step, which has run on it.
+    """The first batch of a run for a step, or one of the next ones in training; the step has run on it.
 
     Attributes:
         name: of the step.
@@ -115,7 +115,7 @@ class FirstBatch(NamedTuple):
 
 
 class FirstWatch(Protocol):
-    """Looks at the first batch of a run; all of it is collective."""
+    """Looks at the first batches of a run; all of it is collective."""
 
     def stepped(self, first: FirstBatch) -> None:
         """The step, of training or evaluation, has ended well on all ranks."""
@@ -141,7 +141,7 @@ class Steps:
     Attributes:
         writes: whether steps that end here write files for all ranks.
         unscheduled: runs steps that no schedule can run; None where nothing does.
-        first: looks at the first batch of a run; None where nothing does.
+        first: looks at the first batches of a run; None where nothing does.
         compares: whether ranks that share last layers compare what their steps give.
         casting: lets microbatches share copies of weights; None where each casts for itself.
         watch: returns for the name of a step and its microbatches what is entered around each run; None for nothing.
@@ -180,11 +180,11 @@ class Steps:
         self._tokens: dict[str, bool] = {}  # whether they count, by step
         self._writing: dict[str, bool] = {}  # whether it writes to its batch in place, by step
         self._has_trained = False
+        self._looks = 0
         self._own = next((number for number, replica in replicas.items() if replica.ends_here), None)
         self.writes = self._own == 0 and replicas[0].src == rank
         self._evaluated = set[Hashable]()  # evaluation steps and dataloaders whose first batch was looked at
         self._joined = set[str]()  # steps whose results were joined
-        self._told = set[str]()  # steps whose lost writes were warned of
         self._named = list(module.named_parameters(remove_duplicate=False))
         self._apart = appended_by_data(type(module))
         self._trainable: tuple[tuple[bool, ...], frozenset[str]] = ((), frozenset())
@@ -217,7 +217,8 @@ class Steps:
         # a resumed run may begin with the last batch of an epoch
         is_first = not self._has_trained and self._module.global_step == 0
         parts = self._split(batch, is_first=is_first)
-        first = self.first if is_first else None
+        self._looks = _LOOKS if is_first else max(self._looks - 1, 0)
+        first = self.first if self._looks else None
         self._has_trained = True
         share = summing.share or 1.0
 
@@ -412,16 +413,11 @@ class Steps:
     # --- phase 2 ---
 
     def _options(self, context: Context, name: str, parts: Parts) -> dict[str, Any]:
-        module, ends_on = self._module, self._plan.topology.instances(self._plan.topology.last_stage)[0][0]
-        layout = self._plan.layout
-        if name not in self._told and layout.size > layout.num_replicas:
-            self._told.add(name)
-            tell_of_ranks(module, name, ends_on, layout.num_replicas, layout.size)
         # counted by the loop, and so after a resume too: a step need not take the index, and accumulates at one
         # `global_step`
-        index = position(module.trainer).get("batch", 0)
+        index = position(self._module.trainer).get("batch", 0)
         apart = () if name == "training_step" else (name,)
-        key = None if self._seed is None else (self._seed, module.current_epoch, index, *apart)
+        key = None if self._seed is None else (self._seed, self._module.current_epoch, index, *apart)
         options = {"context": context, "capture": self._capture, "metrics": self._metrics, "random_key": key}
         options |= {"watch": None if self.watch is None else self.watch(name, parts)}
         return {**options, "copies": self._writing.get(name, True)}

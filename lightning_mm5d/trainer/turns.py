@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain, islice
 from types import FrameType
 from typing import Any, Protocol
 
@@ -35,7 +36,7 @@ _VALIDATES = "_should_check_val_fx"
 
 
 class BatchProof(Protocol):
-    """Compares what ranks of a replica have read; raises RankMismatchError on all of them where it differs."""
+    """Compares what ranks have read or written; raises on all of them where it must not differ."""
 
     def slots(self) -> list[int]:
         """Return numbers of this rank, as many on all, of which the ranks take the largest."""
@@ -44,7 +45,7 @@ class BatchProof(Protocol):
         """Look at the largest `slots` of all ranks, which are `group`."""
 
     def compare(self, group: dist.ProcessGroup | None) -> None:
-        """Compare before a step of all ranks, `group`; a round of its own."""
+        """Compare before a training step of all ranks, `group`; a round of its own."""
 
     def compare_alone(self) -> None:
         """Compare among the ranks of each replica, before an evaluation that other replicas may not have."""
@@ -62,7 +63,7 @@ class Turns:
         checkpoints: whose errors all ranks raise at the start of a batch; None where nothing is saved.
 
     Attributes:
-        proof: compares what ranks of a replica have read; None where nothing does.
+        proofs: compare what ranks have read, and what hooks have written.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Turns:
         checkpoints: Checkpoints | None = None,
     ) -> None:
         self._checkpoints = checkpoints
-        self.proof: BatchProof | None = None
+        self.proofs: list[BatchProof] = []
         self._trainer, self._group, self._device = trainer, group, device
         self._steps_together = predicts_together if trainer.predicting else steps_together
         self._terminates = False
@@ -132,8 +133,8 @@ class Turns:
             RankMismatchError: on all ranks, when they are not at the same batch, or have read different samples.
         """
         if not self._steps_together:
-            if self.proof is not None:
-                self.proof.compare_alone()
+            for one in self.proofs:
+                one.compare_alone()
         elif self._agreed(self._trainer.current_epoch, position(self._trainer).get("batch", 0)) is not None:
             self._connector.received_sigterm = True
 
@@ -143,8 +144,8 @@ class Turns:
         Raises:
             RankMismatchError: on all ranks, when those of a replica have read different samples.
         """
-        if self.proof is not None:
-            self.proof.compare(self._group)
+        for one in self.proofs:
+            one.compare(self._group)
 
     def _any_validates(self, is_due: Callable[[Any], bool], data_fetcher: Any) -> bool:
         """Return whether `is_due` says of any rank that it is to validate now; collective."""
@@ -163,14 +164,15 @@ class Turns:
         place = [stage, epoch, batch]
         told = rank + 1 if self._terminates else 0
         slots = [told, save_failed, *place, *(-value for value in place)]
-        slots += [] if self.proof is None else self.proof.slots()
-        agreed = torch.tensor(slots, device=self._device)
+        numbers = [one.slots() for one in self.proofs]
+        agreed = torch.tensor([*slots, *chain(*numbers)], device=self._device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
         told, save_failed, *bounds = agreed.tolist()
         if bounds[:3] != [-value for value in bounds[3:6]]:
             raise RankMismatchError(self._differences(place))
-        if self.proof is not None:
-            self.proof.check(bounds[6:], self._group)
+        rest = iter(bounds[6:])
+        for one, own in zip(self.proofs, numbers, strict=True):
+            one.check([*islice(rest, len(own))], self._group)
         self._raise_failed_save(save_failed)
         return told - 1 if told else None
 

@@ -64,7 +64,6 @@ from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.source.trees import decorated, method_of, names, tree_of
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.kept_values import memory_kept
-from lightning_mm5d.trainer.lost_writes import check_rank_zero
 
 _SIZE, _STEPS = 72, 4  # optimizers of 8 bits leave tensors of up to 4096 elements as they are
 _OURS = ("params", "param_names")
@@ -221,8 +220,7 @@ class Refusals(Feature):
 
         Raises:
             ConfigError: it optimizes manually, its batch norms are synced, its loss needs routers of sharded layers, it
-                takes norms of gradients by itself, it is tuned by prefixes, a hook writes buffers on rank 0 alone, or
-                tensors of other ranks share memory.
+                takes norms of gradients by itself, it is tuned by prefixes, or tensors of other ranks share memory.
         """
         if not module.automatic_optimization:
             _check_manual(plan)
@@ -230,8 +228,6 @@ class Refusals(Feature):
             _check_steps(module)
         _check_synced_norms(module, plan)
         _check_norms(module, plan)
-        if plan.layout.size > 1:
-            check_rank_zero(module)
         _check_routers(module, plan)
         _check_prefix_tuning(module, plan)
         _check_memory(module, plan, device)

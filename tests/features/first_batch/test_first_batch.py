@@ -91,6 +91,7 @@ LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
     "a sum with dropout": _sum,
     "a mean by weights of classes": _weighted,
     "a mean over labels, of which one microbatch has none": _unlabelled,
+    "a mean over labels, of which one microbatch of the second batch has none": _unlabelled,
     "a loss over pairs": _pairs,
     "a loss by a counter": _counts,
     "a sum with noise": _noisy_sum,
@@ -103,6 +104,7 @@ TOLD = {
     "a sum with dropout": "It is a sum",
     "a mean by weights of classes": "loss_weight=function",
     "a mean over labels, of which one microbatch has none": "loss_weight=function",
+    "a mean over labels, of which one microbatch of the second batch has none": "loss_weight=function",
     "a loss over pairs": "set num_microbatches: 1",
     "a loss by a counter": "set num_microbatches: 1",
 }
@@ -117,7 +119,7 @@ def _told(rank: int, world: int) -> dict[str, list[str]]:
         run = Run(LAYOUTS[world])
         samples = run.loader(16).dataset
         if "none" in name:
-            samples.images[4:8, 0] = 9.0
+            samples.images[slice(12, 16) if "second" in name else slice(4, 8), 0] = 9.0
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run.trainer(max_steps=2, use_distributed_sampler=False).fit(Lossy(name), run.loader(samples))

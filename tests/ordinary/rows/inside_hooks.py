@@ -450,3 +450,79 @@ def fitted_again(run: Run) -> dict[str, Any]:
     with suppress(ValueError):
         fitted(run, module)
     return fitted(run, module)
+
+
+class Scaled(Ordinary):
+    """Multiplies logits by a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+
+    def forward(self, batch: Any) -> Any:
+        return super().forward(batch) * self.scale
+
+
+@row(SECTION, "a buffer is written on all ranks")
+class WritesBuffer(Scaled):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.scale.mul_(0.9)
+
+
+@row(SECTION, "a buffer is written under `is_global_zero`")
+class WritesBufferOnRank0(Scaled):
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.trainer.is_global_zero:
+            self.scale.mul_(0.9)
+
+
+@row(SECTION, "a parameter is written under `global_rank == 0`")
+class WritesParameterOnRank0(Ordinary):
+    def on_train_start(self) -> None:
+        if self.global_rank == 0:
+            torch.nn.init.zeros_(self.decoder.head.bias)
+
+
+@row(SECTION, "`lr` is changed under `is_global_zero`")
+class SlowsDownOnRank0(Ordinary):
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.trainer.is_global_zero:
+            self.optimizers().param_groups[0]["lr"] *= 0.5
+
+
+@row(SECTION, "written files are counted under `is_global_zero`")
+class CountsFiles(Ordinary):
+    files = 0
+
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.files += 1
+
+
+@row(
+    KEPT,
+    "a module that is put into the encoder in `on_train_start` keeps features, which `on_train_batch_end` reads",
+    differs={
+        "replicas": "each replica sees those of its own samples, as under DDP",
+        "pp": "ranks that share out the encoder's microbatches find those of their own; a warning names the attribute",
+    },
+)
+class PutsInATap(Ordinary):
+    def on_train_start(self) -> None:
+        self.encoder.projector = Tap(self.encoder.projector)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append(self.encoder.projector.features.sum(1).tolist())
+
+    def on_train_end(self) -> None:
+        self.encoder.projector = self.encoder.projector.inner
+
+
+class Tap(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images: Any) -> Any:
+        self.features = self.inner(images)
+        return self.features

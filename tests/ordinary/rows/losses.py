@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from features.toys import CLASSES, WIDTH
+from features.toys import CLASSES, WIDTH, Samples
 from ordinary.uses import Ordinary, Run, fitted, row
 
 SECTION = "Losses and steps"
@@ -453,3 +453,34 @@ WRITTEN = "microbatches are copies where the step writes to them, and the batch 
 class ReadsWritten(WritesToBatch):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen.append(float(batch["images"].square().mean()))
+
+
+class PartlyLabelled(Samples):
+    """Tuples of images, tokens and labels, of which every third does not count."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        super().__init__(count, seed)
+        self.labels[::3] = -100
+
+    def __getitem__(self, index: int) -> Any:
+        return self.images[index], self.tokens[index], self.labels[index]
+
+
+@row(
+    SECTION,
+    "batches of several dataloaders are joined in the step, labels of -100 among them (Donut)",
+    slots=["step", "batches"],
+    data=lambda run: {"train_dataloaders": [run.training(PartlyLabelled(32))]},
+    differs={"replicas": "the mean of replicas' means over labels, as under DDP"},
+)
+class JoinsLoaders(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images, tokens, labels = [], [], []
+        for part in batch:
+            images.append(part[0])
+            tokens.append(part[1])
+            labels.append(part[2])
+        logits = self({"images": torch.cat(images), "tokens": torch.cat(tokens)})
+        loss = F.cross_entropy(logits, torch.cat(labels))
+        self.log("train_loss", loss, sync_dist=True)
+        return loss

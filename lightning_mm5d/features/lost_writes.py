@@ -1,25 +1,38 @@
 """Tells of what a step writes where nobody sees it, because it ends on another rank than rank 0, and of numbers of
-ranks that it computes with.
+ranks that steps and hooks compute with.
 
 ``trainer.is_global_zero`` is true in a step where that of the first replica ends, so files are written there. A logger
 writes on rank 0 alone; ``rank_zero_only`` and ``self.global_rank == 0`` ask for rank 0, where the step is cut off.
-
-Refuses hooks that write buffers on rank 0 alone, because the other ranks would go on with older ones.
 """
 
 from __future__ import annotations
 
 import ast
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FunctionType
 
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.source.trees import decorated, reached, tree_of
+from lightning_mm5d.trainer.feature import Attached, Feature, Running
+
+
+class LostWrites(Feature):
+    """Reads the code of steps and hooks where some ranks are no replicas of the data."""
+
+    def attach(self, running: Running) -> Attached | None:
+        """Tell of what the run calls."""
+        trainer, layout, topology = running.trainer, running.plan.layout, running.plan.topology
+        if layout.size > layout.num_replicas:
+            ends_on = topology.instances(topology.last_stage)[0][0]
+            for step in _STEPS.get(trainer.state.fn, ()):
+                tell_of_ranks(running.module, step, ends_on, layout.num_replicas, layout.size)
+            owners = running.module, getattr(trainer, "datamodule", None), *vars(trainer)["callbacks"]
+            tell_of_counts(owners, layout.num_replicas, layout.size)
+        return None
 
 
 def tell_of_ranks(module: nn.Module, step: str, ends_on: int, replicas: int, world: int) -> None:
@@ -44,16 +57,90 @@ def tell_of_ranks(module: nn.Module, step: str, ends_on: int, replicas: int, wor
             said = _said(node, type(module), function, aliases) if ends_on else None
             counts = _counts(node, ranks)
             if isinstance(node, (ast.expr, ast.AugAssign)) and (said is not None or counts):
-                code = function.__code__
-                line = f"{Path(code.co_filename).name}:{code.co_firstlineno + node.lineno - tree.lineno}"
-                where = f"{ast.unparse(node)} in {function.__qualname__} ({line})"
+                where = _where(node, tree, function)
                 what = f"{step} ends on rank {ends_on}, and {where} {said}"
-                if counts:
-                    what = (
-                        f"{where} counts all {world} ranks, and the replicas of the data are {replicas}. Where DDP's "
-                        "ranks are meant, use self.trainer.strategy.replica_rank and .num_replicas"
-                    )
-                rank_zero_warn(what, stacklevel=4)
+                rank_zero_warn(_COUNTS.format(where, world, replicas) if counts else what, stacklevel=4)
+
+
+def tell_of_counts(owners: Iterable[object], replicas: int, world: int) -> None:
+    """Warn on rank 0 of lines of hooks that compute with the number of ranks, or sum over all, as users of DDP do.
+
+    A mean, which divides what is summed over all ranks by their number, is right.
+
+    Args:
+        owners: the LightningModule, its datamodule and callbacks.
+        replicas: of the data.
+        world: all ranks, which are more.
+    """
+    pairs = [(type(one), name) for one in owners for name in dir(type(one)) if name.startswith(_HOOKS)]
+    functions = {function: 0 for cls, name in pairs for function in reached(cls, name)}
+    for function in functions:
+        if function.__module__.startswith(("lightning", "pytorch_lightning")) or (tree := tree_of(function)) is None:
+            continue
+        sizes = _aliases(tree, _is_size)
+        sums = [node for node in ast.walk(tree) if _is_sum(node, function)]
+        found = [node for node in ast.walk(tree) if isinstance(node, (ast.BinOp, ast.AugAssign))]
+        found = [node for node in found if any(_is_size(one, sizes) for one in _sides(node))]
+        if sums and any(isinstance(node.op, ast.Div) for node in found):
+            continue
+        for node in found:
+            rank_zero_warn(_COUNTS.format(_where(node, tree, function), world, replicas), stacklevel=4)
+        for node in sums:
+            rank_zero_warn(_SUMS.format(_where(node, tree, function), world, replicas), stacklevel=4)
+
+
+_STEPS = {
+    TrainerFn.FITTING: ("training_step", "validation_step"),
+    TrainerFn.VALIDATING: ("validation_step",),
+    TrainerFn.TESTING: ("test_step",),
+    TrainerFn.PREDICTING: ("predict_step",),
+}
+_HOOKS = ("on_", "configure_optimizers", "lr_scheduler_step", "optimizer_step", "setup")
+_COUNTS = (
+    "{} counts all {} ranks, and the replicas of the data are {}. Where DDP's ranks are meant, use "
+    "self.trainer.strategy.replica_rank and .num_replicas"
+)
+_SUMS = (
+    "{} goes over all {} ranks, and the replicas of the data are {}: sums, lists and counts hold what a replica has "
+    "several times. Use self.all_gather(value), self.trainer.strategy.reduce(value, reduce_op='sum') or "
+    "self.log(..., sync_dist=True), which count each replica once"
+)
+_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "gather_object", "all_gather_into_tensor", "gather")
+
+
+def _where(node: ast.expr | ast.AugAssign, tree: ast.FunctionDef, function: FunctionType) -> str:
+    code = function.__code__
+    line = f"{Path(code.co_filename).name}:{code.co_firstlineno + node.lineno - tree.lineno}"
+    return f"{ast.unparse(node)} in {function.__qualname__} ({line})"
+
+
+def _is_size(node: ast.AST | None, aliases: frozenset[str] = frozenset()) -> bool:
+    """Whether a node is the number of all ranks, or of the devices of a node."""
+    if isinstance(node, ast.Call):
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        return any(map(_is_size, node.args)) if name in ("max", "min", "float", "int") else name == "get_world_size"
+    if isinstance(node, ast.Name):
+        return node.id in aliases
+    return isinstance(node, ast.Attribute) and node.attr in ("world_size", "num_devices")
+
+
+def _sides(node: ast.BinOp | ast.AugAssign) -> tuple[ast.expr, ...]:
+    return (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
+
+
+def _is_sum(node: ast.AST, function: FunctionType) -> bool:
+    """Whether a node calls a collective of torch.distributed over all ranks that adds or lists what they have."""
+    if not isinstance(node, ast.Call) or any(one.arg == "group" for one in node.keywords):
+        return False
+    if any(one in ast.unparse(node) for one in ("MAX", "MIN", "AVG")):
+        return False
+    name, _, last = ast.unparse(node.func).rpartition(".")
+    if last not in _COLLECTIVES:
+        return False
+    known = function.__globals__.get(name or last)
+    return name == "torch.distributed" or getattr(known, "__name__" if name else "__module__", "").startswith(
+        "torch.distributed"
+    )
 
 
 def _is_rank(node: ast.AST | None) -> bool:
@@ -140,27 +227,7 @@ def _is_for_rank_zero(called: ast.expr, cls: type, function: FunctionType) -> bo
     found = list(decorated(value))
     if not found or found[-1].__module__.startswith("lightning"):  # `rank_zero_info` and its like
         return False
-    return _has_decorator(found)
-
-
-def _has_decorator(found: Sequence[FunctionType]) -> bool:
     return any(one.__code__.co_filename.endswith("rank_zero.py") for one in found[:-1])
 
 
-def check_rank_zero(module: nn.Module) -> None:
-    """Refuse hooks under ``rank_zero_only`` that write buffers, which DDP would give to all ranks (a latent's scale).
-
-    Raises:
-        ConfigError: a hook of the module does.
-    """
-    for hook in (name for name in dir(type(module)) if name.startswith("on_")):
-        found = list(decorated(inspect.getattr_static(type(module), hook)))
-        tree = tree_of(found[-1]) if _has_decorator(found) else None
-        for node in ast.walk(tree) if tree is not None else ():
-            written = getattr(node, "attr", "") if isinstance(getattr(node, "ctx", None), ast.Store) else ""
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "register_buffer" and node.args:
-                written = getattr(node.args[0], "value", "")
-            if written in module._buffers:
-                rule = "Only rank 0 would have it, and each rank computes with buffers of its own"
-                fix = "Let all ranks run the hook, and take rank 0's value by self.trainer.strategy.broadcast(value)"
-                raise ConfigError(hook, f"a write to the buffer {written!r} under rank_zero_only", rule, fix)
+FEATURE = LostWrites

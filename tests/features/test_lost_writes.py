@@ -1,4 +1,7 @@
-"""A warning names what a step writes on rank 0 and loses, because the step ends on another rank."""
+"""A warning names what a step writes on rank 0 and loses, because the step ends on another rank.
+
+Others name lines that compute with the number of ranks, or sum over all, where ranks are no replicas.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from features.toys import Toy
-from lightning_mm5d.trainer.lost_writes import tell_of_ranks
+from lightning_mm5d.features.lost_writes import tell_of_counts, tell_of_ranks
 
 
 class Writes(Toy):
@@ -104,3 +108,45 @@ def test_numbers_of_ranks_in_indices_and_arithmetic_are_named() -> None:
     for line in lines:
         assert sum(text.startswith(f"{line} in Writes.predict_step") for text in said) == 1
         assert all("counts all 4 ranks, and the replicas of the data are 1" in text for text in said)
+
+
+class Counts(Toy):
+    def setup(self, stage: str) -> None:
+        devices = max(1, self.trainer.num_devices)
+        self.steps = 64 // (8 * devices)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size)
+
+    def on_validation_epoch_end(self) -> None:
+        total = torch.zeros(())
+        dist.all_reduce(total)
+        rows: list[Any] = [None, None]
+        dist.all_gather_object(rows, [1])
+        dist.all_reduce(total, dist.ReduceOp.MAX)
+        dist.all_reduce(total, group=dist.group.WORLD)
+
+    def on_train_epoch_end(self) -> None:
+        self.mean(torch.zeros(()))
+        name = f"rank {self.global_rank} of {self.trainer.world_size}"
+        self.all_gather(torch.zeros(len(name)))
+
+    def mean(self, value: torch.Tensor) -> Any:
+        dist.all_reduce(value)
+        return value / dist.get_world_size()
+
+    def train_dataloader(self) -> Any:
+        return [self.trainer.world_size * 2]
+
+
+def test_hooks_that_compute_with_the_number_of_ranks_or_sum_over_all_are_named_and_means_are_not() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tell_of_counts([Counts(), None], replicas=1, world=2)
+    lines = [str(one.message).partition(" in Counts.")[0] for one in caught]
+    assert lines == [
+        *("0.1 * self.trainer.world_size", "dist.all_reduce(total)", "dist.all_gather_object(rows, [1])"),
+        "8 * devices",
+    ]
+    assert "counts all 2 ranks, and the replicas of the data are 1" in str(caught[0].message)
+    assert "goes over all 2 ranks, and the replicas of the data are 1" in str(caught[1].message)
