@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
-from features.toys import CLASSES, PAIR, WIDTH, Layout, Run, Toy, alone
+from features.toys import CLASSES, PAIR, WIDTH, Layout, Run, Samples, Toy, alone
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.features.first_batch.feature import FirstBatchChecks
 from ordinary.uses import Memory
@@ -113,11 +113,10 @@ TOLD = {
 def _told(rank: int, world: int) -> dict[str, list[str]]:
     found = {}
     for name in LOSSES:
+        found[name] = []
         if world > 1 and "writes" in name:  # microbatches in flight share the tensor that it writes to
-            found[name] = []
             continue
-        run = Run(LAYOUTS[world])
-        samples = run.loader(16).dataset
+        run, samples = Run(LAYOUTS[world]), Samples(16)
         if "none" in name:
             samples.images[slice(12, 16) if "second" in name else slice(4, 8), 0] = 9.0
         with warnings.catch_warnings(record=True) as caught:
