@@ -100,8 +100,7 @@ LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
     "a step that writes to its batch": _writes_to_the_batch,
 }
 TOLD = {
-    "a sum": "It is a sum",
-    "a sum with dropout": "It is a sum",
+    **dict.fromkeys(("a sum", "a sum with dropout"), "It is a sum"),
     "a mean by weights of classes": "loss_weight=function",
     "a mean over labels, of which one microbatch has none": "loss_weight=function",
     "a mean over labels, of which one microbatch of the second batch has none": "loss_weight=function",
