@@ -28,7 +28,7 @@ class LostWrites(Feature):
         trainer, layout, topology = running.trainer, running.plan.layout, running.plan.topology
         if layout.size > layout.num_replicas:
             ends_on = topology.instances(topology.last_stage)[0][0]
-            for step in _STEPS.get(trainer.state.fn or TrainerFn.FITTING, ()):
+            for step in _STEPS[trainer.state.fn] if trainer.state.fn is not None else ():
                 tell_of_ranks(running.module, step, ends_on, layout.num_replicas, layout.size)
             owners = running.module, getattr(trainer, "datamodule", None), *vars(trainer)["callbacks"]
             tell_of_counts(owners, layout.num_replicas, layout.size)
@@ -78,13 +78,13 @@ def tell_of_counts(owners: Iterable[object], replicas: int, world: int) -> None:
         if function.__module__.startswith(("lightning", "pytorch_lightning")) or (tree := tree_of(function)) is None:
             continue
         sizes = _aliases(tree, _is_size)
-        sums = [node for node in ast.walk(tree) if isinstance(node, ast.expr) and _is_sum(node, function)]
-        computing = [node for node in ast.walk(tree) if isinstance(node, (ast.BinOp, ast.AugAssign))]
-        found = [node for node in computing if any(_is_size(one, sizes) for one in _sides(node))]
-        if sums and any(isinstance(node.op, ast.Div) for node in found):
+        sums = [call for call in ast.walk(tree) if isinstance(call, ast.Call) and _is_sum(call, function)]
+        terms = [term for term in ast.walk(tree) if isinstance(term, (ast.BinOp, ast.AugAssign))]
+        counts = [term for term in terms if any(_is_size(one, sizes) for one in _sides(term))]
+        if sums and any(isinstance(term.op, ast.Div) for term in counts):
             continue
-        for node in found:
-            rank_zero_warn(_COUNTS.format(_where(node, tree, function), world, replicas), stacklevel=4)
+        for term in counts:
+            rank_zero_warn(_COUNTS.format(_where(term, tree, function), world, replicas), stacklevel=4)
         for call in sums:
             rank_zero_warn(_SUMS.format(_where(call, tree, function), world, replicas), stacklevel=4)
 
@@ -128,9 +128,9 @@ def _sides(node: ast.BinOp | ast.AugAssign) -> tuple[ast.expr, ...]:
     return (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
 
 
-def _is_sum(node: ast.AST, function: FunctionType) -> bool:
-    """Whether a node calls a collective of torch.distributed over all ranks that adds or lists what they have."""
-    if not isinstance(node, ast.Call) or any(one.arg == "group" for one in node.keywords):
+def _is_sum(node: ast.Call, function: FunctionType) -> bool:
+    """Whether a call is of a collective of torch.distributed over all ranks that adds or lists what they have."""
+    if any(one.arg == "group" for one in node.keywords):
         return False
     if any(one in ast.unparse(node) for one in ("MAX", "MIN", "AVG")):
         return False
