@@ -358,6 +358,12 @@ class HookWrites(Attached):
         self._ids = {id(one): name for name, one in self._weights.items()}
         self._found = dict[tuple[Kind, str], str]()  # by kind and name, the hook
         self._told = set[str]()  # attributes
+        self._tree: list[nn.Module] = [running.module]
+        self._held: list[int] = []  # identities of what these hold
+        self._modules: dict[tuple[Kind, str], int] = {}
+        self._buffers: list[tuple[str, Tensor]] = []
+        self._trained: list[bool] = []
+        self._requires: dict[tuple[Kind, str], bool] = {}
         self._read = _read_by_steps(running.module)
         self._between = is_overridden("on_train_batch_start", running.module)  # which runs before a step is compared
         self._group = running.more_groups.get(range(self._plan.layout.size), "turns", backend="gloo")
@@ -372,34 +378,58 @@ class HookWrites(Attached):
     def _watched(self, hook: Callable[..., Any], name: str) -> Callable[..., Any]:
         @wraps(hook)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            before = self._state()
+            before = self._states()
             with written(self._weights, self._ids) as weights:
                 result = hook(*args, **kwargs)
-            after = self._state()
-            changed = [key for key in {**before, **after} if _is_other(before.get(key), after.get(key))]
-            for key in [*changed, *(("parameter", weight) for weight in weights())]:
+            changed = [("parameter", weight) for weight in weights()]
+            for had, has in zip(before, self._states(), strict=True):
+                if had is not has and had != has:
+                    both = {**had, **has}
+                    changed += [key for key in both if key not in had or key not in has or had[key] != has[key]]
+            for key in changed:
                 self._found.setdefault(key, name)
             return result
 
         return watched
 
-    def _state(self) -> dict[tuple[Kind, str], Any]:
-        found: dict[tuple[Kind, str], Any] = {}
+    def _states(self) -> tuple[Mapping[tuple[Kind, str], Any], ...]:
+        """What hooks may change; of the first and the second of these the same object until something has."""
+        self._look_at_modules()
         with plain():
-            found |= {("module", path): id(one) for path, one in self._module.named_modules()}
-            for name, one in self._module.named_buffers():
-                small = one.detach().clone() if one.is_cpu and one.numel() <= _SMALL and type(one) is Tensor else None
-                found["buffer", name] = id(one), version_of(one), small
-            found |= {("requires_grad", name): one.requires_grad for name, one in self._weights.items()}
+            trained = [one.requires_grad for one in self._weights.values()]
+            if trained != self._trained:
+                self._trained = trained
+                self._requires = {
+                    ("requires_grad", name): one for name, one in zip(self._weights, trained, strict=True)
+                }
+            buffers = {("buffer", name): _Buffer(one) for name, one in self._buffers}
+        others: dict[tuple[Kind, str], Any] = {}
         for number, optimizer in enumerate(self._trainer.optimizers):
             for group, options in enumerate(optimizer.param_groups):
                 where = f"of group {group} of optimizer {number}"
-                found |= {("setting", f"{name} {where}"): one for name, one in options.items() if type(one) in _NUMBERS}
+                others |= {
+                    ("setting", f"{name} {where}"): one for name, one in options.items() if type(one) in _NUMBERS
+                }
         for path, module, read in self._read:
             for name in vars(module).keys() & read:
                 if type(value := vars(module)[name]) in _NUMBERS:
-                    found["attribute", f"{path}.{name}".lstrip(".")] = value
-        return found
+                    others["attribute", f"{path}.{name}".lstrip(".")] = value
+        return self._modules, self._requires, buffers, others
+
+    def _look_at_modules(self) -> None:
+        """Walk the tree of modules where anything is registered that was not."""
+        if [*map(id, self._children())] != self._held:
+            named_modules = dict(self._module.named_modules())
+            self._tree = [*named_modules.values()]
+            self._modules = {("module", path): id(one) for path, one in named_modules.items()}
+            self._buffers = [*self._module.named_buffers()]
+            self._held = [*map(id, self._children())]
+
+    def _children(self) -> Iterator[object]:
+        for module in self._tree:
+            yield from module._modules.values()
+            if module._buffers:
+                yield from module._buffers.values()
 
     # --- of ranks that begin a batch ---
 
@@ -504,13 +534,21 @@ def _read_by_steps(root: nn.Module) -> list[tuple[str, nn.Module, frozenset[str]
     return found
 
 
-def _is_other(before: Any, after: Any) -> bool:
-    """Whether values, or identities, versions and copies of buffers, differ."""
-    if not isinstance(before, tuple) or not isinstance(after, tuple):
-        return before != after
-    *state, copy = before
-    *now, copied = after
-    return state != now or (copy is not None and copied is not None and not torch.equal(copy, copied))
+class _Buffer:
+    """A buffer at a moment: which tensor, its version, and the values of a small one in host memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        is_small = tensor.is_cpu and tensor.numel() <= _SMALL and type(tensor) is Tensor
+        self._state = id(tensor), version_of(tensor)
+        self._values = tensor.detach().clone() if is_small else None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Buffer) or self._state != other._state:
+            return False
+        one, two = self._values, other._values
+        return one is None or two is None or torch.equal(one, two)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 FEATURE = WeightWrites
