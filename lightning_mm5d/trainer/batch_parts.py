@@ -7,6 +7,7 @@ to guess: the labels are what `training_step` passes as ``labels=``, or the one 
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -32,7 +33,7 @@ from lightning_mm5d.data.packed_images import describe
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
 from lightning_mm5d.source.passed import TARGET, Counting, Path, counting, passed
-from lightning_mm5d.source.trees import reached
+from lightning_mm5d.source.trees import reached, tree_of
 
 Splitting = Literal["split", "loader"] | Callable[[Any, int], Any]
 """``microbatching`` of the strategy."""
@@ -100,6 +101,7 @@ class BatchParts:
         weigh = options.loss_weight
         self._weigh = weigh if callable(weigh) else own["loss_weight"] if callable(own["loss_weight"]) else None
         self.is_auto = self._weigh is None and weigh == "auto"
+        self._passed: frozenset[Path | None] = frozenset()
         self._counting = self._labels_that_count() if self._weigh is None and weigh != "samples" else None
         self.is_auto &= self._counting is not None
         self.counts_samples = self._weigh is None and weigh != "tokens"
@@ -187,7 +189,8 @@ class BatchParts:
     def has_labels(self, parts: Sequence[Microbatch]) -> bool:
         """Return whether it is certain which tensors hold the label tokens that the loss is a mean over.
 
-        Where the step makes what it passes to the model (``torch.cat``), it is the only tensor of integers with -100.
+        Where the step makes what it passes on as labels (``torch.cat``), it is the only tensor of integers with -100; the
+        code of the step must name its key.
         """
         marked = set[Path | None]()
 
@@ -201,7 +204,8 @@ class BatchParts:
         except ConfigError:
             for part in parts:
                 with_tensors(part.batch, note)
-            if len(marked) != 1:
+            keys = [step for path in marked if path is not None for step in path if isinstance(step, str)]
+            if len(marked) != 1 or not self._named.issuperset(keys[-1:]):
                 return False
             self._passed = frozenset(marked)
             found = [self._labels(part.batch) for part in parts]
@@ -250,6 +254,9 @@ class BatchParts:
         self._passed = passed(self._module, "training_step", "labels")
         steps = {one for name in ("training_step", "forward") for one in reached(type(self._module), name)}
         found = counting(self._module, frozenset(steps))
+        nodes = [node for step in steps for node in ast.walk(tree_of(step) or ast.Module([], []))]
+        self._named: set[object] = {node.value for node in nodes if isinstance(node, ast.Constant)}
+        self._named |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
         if not self._passed and found is not None:
             self._passed = passed(self._module, "training_step", TARGET)
         if found is not None or self.is_auto:
