@@ -189,8 +189,8 @@ class BatchParts:
     def has_labels(self, parts: Sequence[Microbatch]) -> bool:
         """Return whether it is certain which tensors hold the label tokens that the loss is a mean over.
 
-        Where the step makes what it passes on as labels (``torch.cat``), it is the only tensor of integers with -100; the
-        code of the step must name its key.
+        Where the step makes what it passes on as labels (``torch.cat``), it is the only tensor of integers with -100,
+        and the code of the step names its key.
         """
         marked = set[Path | None]()
 
