@@ -23,18 +23,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course, Recorder
 from lightning_mm5d.partition import stage_costs
-from lightning_mm5d.schedule import SCHEDULES, Kind
+from lightning_mm5d.schedule import SCHEDULES, UNSPLIT_SCHEDULES, Kind
 from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.optimization import AroundUpdates
 
 WARMUP, STEPS = 2, 3
 _KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
-_WITHOUT_COSTS = "gpipe"
 
 
 class MeasuredCosts(Feature):
-    """Has no field: schedules by name are measured where no `cost` is given."""
+    """Has no field: steps of schedules that split backwards are measured, where no `cost` is given."""
 
     def attach(self, running: Running) -> Attached | None:
         """Measure the first steps of a fit."""
@@ -42,14 +41,14 @@ class MeasuredCosts(Feature):
 
 
 def _applies(running: Running) -> bool:
-    """Whether the order of actions depends on costs and nothing else was derived from it when the run began.
+    """Whether the order of actions fits costs closely, and nothing was derived from it when the run began.
 
     Gathers of shared parameters and exchanges of experts were.
     """
     is_named = isinstance(running.schedule, str) and running.schedule in SCHEDULES
     return (
         is_named
-        and running.schedule != _WITHOUT_COSTS
+        and running.schedule not in UNSPLIT_SCHEDULES
         and bool(running.plan.topology.edges)
         and running.plan.layout.size > 1
         and running.experts is None

@@ -175,12 +175,12 @@ ZERO3 = Layout(
     [
         (COSTLY, quick, {"schedule": "zero_bubble"}),
         (FIRST, deterministic, {"schedule": "zero_bubble"}),
-        (PAIR, quick, {"schedule": "gpipe"}),
-        (SHARED, quick, {"schedule": "1f1b"}),
-        (ALONE, quick, {"schedule": "1f1b"}),
-        (ZERO3, quick, {"schedule": "1f1b"}),
+        (PAIR, quick, {"schedule": "1f1b"}),
+        (SHARED, quick, {"schedule": "zero_bubble"}),
+        (ALONE, quick, {"schedule": "zero_bubble"}),
+        (ZERO3, quick, {"schedule": "zero_bubble"}),
     ],
-    ids=["costs given", "deterministic", "gpipe", "one stage", "one rank", "zero 3"],
+    ids=["costs given", "deterministic", "1f1b", "one stage", "one rank", "zero 3"],
 )
 def test_orders_stay_where_costs_must_not_change_them(
     layout: Layout, scenario: Callable[[Run], Any], options: dict[str, Any]
