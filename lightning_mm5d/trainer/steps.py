@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 Parts = Mapping[int, list[Microbatch]]
 _ROUNDED = 0.01  # how much a factor may differ from 1 by the dtype of a loss
-_LOOKS = 3  # batches that are looked at in training: as many labels may count in the microbatches of one by chance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +90,7 @@ class Casting(Protocol):
 
 
 class FirstBatch(NamedTuple):
-    """The first batch of a run for a step, or one of the next ones in training; the step has run on it.
+    """The first batch of a run for a step, which has run on it.
 
     Attributes:
         name: of the step.
@@ -115,7 +114,7 @@ class FirstBatch(NamedTuple):
 
 
 class FirstWatch(Protocol):
-    """Looks at the first batches of a run; all of it is collective."""
+    """Looks at the first batch of a run; all of it is collective."""
 
     def stepped(self, first: FirstBatch) -> None:
         """The step, of training or evaluation, has ended well on all ranks."""
@@ -141,7 +140,7 @@ class Steps:
     Attributes:
         writes: whether steps that end here write files for all ranks.
         unscheduled: runs steps that no schedule can run; None where nothing does.
-        first: looks at the first batches of a run; None where nothing does.
+        first: looks at the first batch of a run; None where nothing does.
         compares: whether ranks that share last layers compare what their steps give.
         casting: lets microbatches share copies of weights; None where each casts for itself.
         watch: returns for the name of a step and its microbatches what is entered around each run; None for nothing.
@@ -180,7 +179,6 @@ class Steps:
         self._tokens: dict[str, bool] = {}  # whether they count, by step
         self._writing: dict[str, bool] = {}  # whether it writes to its batch in place, by step
         self._has_trained = False
-        self._looks = 0
         self._own = next((number for number, replica in replicas.items() if replica.ends_here), None)
         self.writes = self._own == 0 and replicas[0].src == rank
         self._evaluated = set[Hashable]()  # evaluation steps and dataloaders whose first batch was looked at
@@ -217,8 +215,7 @@ class Steps:
         # a resumed run may begin with the last batch of an epoch
         is_first = not self._has_trained and self._module.global_step == 0
         parts = self._split(batch, is_first=is_first)
-        self._looks = _LOOKS if is_first else max(self._looks - 1, 0)
-        first = self.first if self._looks else None
+        first = self.first if is_first else None
         self._has_trained = True
         share = summing.share or 1.0
 

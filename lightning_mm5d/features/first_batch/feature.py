@@ -59,20 +59,15 @@ class _Checks(Attached):
         self._module, self._device, self._layout = running.module, running.device, running.plan.layout
         self._rank, self._ownership = running.rank, running.plan.ownership
         self._steps = running.steps
-        self._trained = 0  # batches
-        self._has_warned = False  # this rank, of training
         self.put_attribute(running.steps, "first", self)
 
     def stepped(self, first: FirstBatch) -> None:
         """Compare, if all ranks can, what two microbatches give with what both as one give; or say why not."""
-        is_training = first.name == "training_step"
-        is_later = is_training and self._trained > 0
-        self._trained += is_training
         joined = self._joined(first) if first.counts and not first.is_gathered else {}
         lacking = torch.tensor(len(first.parts) - len(joined), device=message_device(self._device))
         dist.all_reduce(lacking, dist.ReduceOp.MAX)
-        why = self._why_lacking(first) if lacking else self._compares(first, joined, is_later=is_later)
-        is_told = not is_later and self._steps.writes and any(len(found) > 1 for found in first.parts.values())
+        why = self._why_lacking(first) if lacking else self._compares(first, joined)
+        is_told = self._steps.writes and any(len(found) > 1 for found in first.parts.values())
         if why and first.counts and is_told:
             of_step = "the loss of a batch is the mean of its microbatches' losses"
             if first.name != "training_step":
@@ -93,13 +88,12 @@ class _Checks(Attached):
         """Whether a module keeps an open file, to which its step may write."""
         return any(isinstance(one, io.IOBase) for module in self._module.modules() for one in vars(module).values())
 
-    def _compares(self, first: FirstBatch, joined: Mapping[int, list[Microbatch]], *, is_later: bool) -> str:
+    def _compares(self, first: FirstBatch, joined: Mapping[int, list[Microbatch]]) -> str:
         """Run the joined step, and compare; return what stood in the way, "" for nothing."""
         step = self._run(first, joined)
-        if self._steps.writes and not (is_later and self._has_warned):
-            self._has_warned = compare(self._module, step)
-        if not is_later:
-            self._compare_buffers(first, joined, step)
+        if self._steps.writes:
+            compare(self._module, step)
+        self._compare_buffers(first, joined, step)
         if step.opens:
             return f"{first.name} opens a file to write it"
         return f"{first.name} draws random numbers, or fails on a batch of another size" if step.fails else ""

@@ -345,27 +345,15 @@ _NUMBERS = (Tensor, np.ndarray, float, int)
 SEE = 'See "Losses that are no mean" in the documentation of batches.'
 
 
-def compare(module: LightningModule, step: JoinedStep) -> bool:
+def compare(module: LightningModule, step: JoinedStep) -> None:
     """Warn where two microbatches as one have another loss, logs or results than what is made of theirs.
 
     Args:
         module: the user's module.
         step: that has run.
-
-    Returns:
-        Whether there was a reason to.
     """
     if step.fails or len(step.results) < len(next(iter(step.microbatches.values()))):
-        return False
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _compare(module, step)
-    for one in caught:
-        warnings.warn(one.message, one.category, stacklevel=2)
-    return bool(caught)
-
-
-def _compare(module: LightningModule, step: JoinedStep) -> None:
+        return
     dtype = torch.bfloat16 if "bf16" in str(module.trainer.precision) else torch.float32
     rounding = _rounding(module, step.losses[0].dtype if step.losses else dtype)
     losses = [float(step.losses[index]) for index in sorted(step.losses)]
