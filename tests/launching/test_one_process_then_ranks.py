@@ -38,7 +38,8 @@ def main() -> None:
 
 class Counting(BoringModel):
     def on_train_end(self) -> None:
-        print(f"ranks: {int(self.trainer.strategy.reduce(torch.ones(()), reduce_op='sum'))}")
+        met = int(self.trainer.strategy.reduce(torch.ones(()), reduce_op="sum"))
+        sys.stdout.write(f"ranks: {met}\n")  # at once: `print` writes the end of a line by itself
 
 
 def test_ranks_forked_after_a_run_of_one_process_meet_each_other(tmp_path: Path) -> None:
