@@ -31,7 +31,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from itertools import takewhile
 
 import numpy as np
 import torch
@@ -139,7 +138,7 @@ def agreed_name(store: dist.Store, *, rank: int, world_size: int, timeout: timed
     raise AssertionError("pauses never end")
 
 
-_LONGEST_S = 0.2  # between two looks for a server, and of each
+_LOOK_S, _LOOKS_S = 0.2, 1.0  # for a server, of one look and of all
 _LATEST: dict[tuple[int, int], dist.TCPStore] = {}
 """the store that was opened last, by process and rank: a fork may not end one that it inherits"""
 
@@ -186,8 +185,11 @@ def rendezvous_store(environment: ClusterEnvironment, timeout: timedelta) -> dis
 
 def _until_served(address: str, port: int) -> None:
     """Wait a second for a server: a store that comes too early tries again after half a second or more."""
-    for pause in takewhile(lambda pause: pause < _LONGEST_S, pauses()):
-        with suppress(OSError), socket.create_connection((address, port), timeout=_LONGEST_S):
+    until = time.monotonic() + _LOOKS_S
+    for pause in pauses():
+        with suppress(OSError), socket.create_connection((address, port), timeout=_LOOK_S):
+            return
+        if time.monotonic() > until:
             return
         time.sleep(pause)
 
