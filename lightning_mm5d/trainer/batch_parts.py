@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -205,7 +206,7 @@ class BatchParts:
             for part in parts:
                 with_tensors(part.batch, note)
             keys = [step for path in marked if path is not None for step in path if isinstance(step, str)]
-            if len(marked) != 1 or not self._named.issuperset(keys[-1:]):
+            if len(marked) != 1 or not self._named_by_steps().issuperset(keys[-1:]):
                 return False
             self._passed = frozenset(marked)
             found = [self._labels(part.batch) for part in parts]
@@ -252,17 +253,23 @@ class BatchParts:
     def _labels_that_count(self) -> Counting | None:
         """Which labels the loss is a mean over; None where it is none."""
         self._passed = passed(self._module, "training_step", "labels")
-        steps = {one for name in ("training_step", "forward") for one in reached(type(self._module), name)}
-        found = counting(self._module, frozenset(steps))
-        nodes = [node for step in steps for node in ast.walk(tree_of(step) or ast.Module([], []))]
-        self._named: set[object] = {node.value for node in nodes if isinstance(node, ast.Constant)}
-        self._named |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        found = counting(self._module, self._steps())
         if not self._passed and found is not None:
             self._passed = passed(self._module, "training_step", TARGET)
         if found is not None or self.is_auto:
             return found
         configs = (getattr(module, "config", None) for module in self._module.modules())
         return "all" if any(getattr(config, "is_encoder_decoder", False) for config in configs) else "shifted"
+
+    def _steps(self) -> frozenset[FunctionType]:
+        return frozenset(one for name in ("training_step", "forward") for one in reached(type(self._module), name))
+
+    def _named_by_steps(self) -> set[object]:
+        """The constants and attributes in the code of the step, among them keys of the batch that it reads."""
+        trees = (tree for step in self._steps() if (tree := tree_of(step)) is not None)
+        nodes = [node for tree in trees for node in ast.walk(tree)]
+        constants = {node.value for node in nodes if isinstance(node, ast.Constant)}
+        return constants | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
     def _split_by(self, splitter: Callable[[Any, int], Any], batch: Any) -> Sequence[Any]:
         count = self.count or self._count_by_size(batch)
