@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ from lightning_mm5d.schedule import Action
 from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import is_remote
-from lightning_mm5d.source.trees import own_functions, tree_of
+from lightning_mm5d.source.trees import codes_in, own_functions, tree_of
 from lightning_mm5d.stage import Run
 from lightning_mm5d.stage.payload import NotSent, Packer
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
@@ -391,13 +391,9 @@ def _functions(owner: type) -> dict[str, list[FunctionType]]:
     """The functions that a class itself defines, by each global and attribute that their code names."""
     found: dict[str, list[FunctionType]] = {}
     for _, function in own_functions(owner) if owner.__module__.partition(".")[0] != "torch" else ():
-        for name in _names(function.__code__):
+        for name in {name for code in codes_in(function.__code__) for name in code.co_names}:
             found.setdefault(name, []).append(function)
     return found
-
-
-def _names(code: CodeType) -> set[str]:
-    return {*code.co_names}.union(*(_names(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 def _uses(cls: type, name: str) -> Iterator[type | None]:

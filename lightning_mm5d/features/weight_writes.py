@@ -55,7 +55,7 @@ from lightning_mm5d.sharded.tensor import functions_named, written_by
 from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.source.trees import names, reached
 from lightning_mm5d.stage import Run
-from lightning_mm5d.trainer.feature import Attached, Feature, Running
+from lightning_mm5d.trainer.feature import Attached, Feature, Running, is_of_user
 from lightning_mm5d.trainer.kept_values import is_own
 
 _SHOWING = TELLING | {*functions_named("data detach", Tensor)}
@@ -515,12 +515,6 @@ class HookWrites(Attached):
 
 _SMALL = 4096  # elements of buffers in host memory whose values are compared: a write through `data` leaves no trace
 _NUMBERS = (bool, int, float, str)
-_OF_OTHERS = ("lightning.", "pytorch_lightning.", "lightning_mm5d.")
-
-
-def is_of_user(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is neither Lightning's nor this package's."""
-    return not str(getattr(hook, "__module__", "")).startswith(_OF_OTHERS)
 
 
 def _read_by_steps(root: nn.Module) -> list[tuple[str, nn.Module, frozenset[str]]]:

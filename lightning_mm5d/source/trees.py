@@ -109,6 +109,14 @@ def names(function: FunctionType, variables: bool = True) -> frozenset[str] | No
     return frozenset(name for name, kind in named if kind == "attribute" or name not in local)
 
 
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield compiled code, and that of the functions, lambdas and comprehensions in it."""
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from codes_in(one)
+
+
 def forward_names(cls: type[nn.Module]) -> frozenset[str] | None:
     """Return `names` of the forward of `cls`; none for torch's own layers and for a forward that is not Python code."""
     forward = method_of(cls, "forward")

@@ -178,6 +178,12 @@ class Feature:
         """Begin on one rank of a run; None where the feature has nothing to do there."""
 
 
+def is_of_user(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is neither Lightning's nor this package's."""
+    module = str(getattr(hook, "__module__", ""))
+    return not module.startswith(("lightning.", "pytorch_lightning.", "lightning_mm5d."))
+
+
 def made_features(fields: Mapping[str, Any]) -> tuple[Feature, ...]:
     """Return the features that are there, for the fields of a strategy.
 

@@ -35,7 +35,7 @@ from lightning_mm5d.partition.parts import holds_metrics, hyperparameters, is_li
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.source.order import is_followed
-from lightning_mm5d.source.trees import function_of
+from lightning_mm5d.source.trees import codes_in, function_of
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward", IN_PLACE}
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -213,12 +213,9 @@ def _names_in(types: Iterable[type], method: str) -> set[str]:
 
 
 def _names_of(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _names_of(one)
-        elif isinstance(one, str):  # of getattr
-            yield one
+    for each in codes_in(code):
+        yield from each.co_names
+        yield from (one for one in each.co_consts if isinstance(one, str))  # of getattr
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format, range)

@@ -50,7 +50,7 @@ from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import Placeholder, is_remote, plain
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import tensors_in
-from lightning_mm5d.trainer.feature import Attached, Feature, Running
+from lightning_mm5d.trainer.feature import Attached, Feature, Running, is_of_user
 from lightning_mm5d.trainer.optimization import SUMMED_LATE, is_summed_late
 from lightning_mm5d.trainer.sharing_guards import is_stand_in, stand_in
 
@@ -61,7 +61,6 @@ _DTYPES = (
     *(torch.float8_e4m3fn, torch.float8_e5m2),
 )
 _NOWHERE = -(2**62)
-_OWN_HOOKS = ("lightning.", "pytorch_lightning.", "lightning_mm5d.")
 _LOOPS = ("train", "validation", "test", "predict")
 _HOOKS = (
     *("on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end", "teardown"),
@@ -117,12 +116,12 @@ class _FullViews(Attached):
                 continue  # they average local tensors
             for name in _HOOKS:
                 hook = getattr(owner, name, None)
-                if callable(hook) and not getattr(hook, "__module__", "").startswith(_OWN_HOOKS):
+                if callable(hook) and is_of_user(hook):
                     found.append((owner, name, hook))
         watched = hooks_of_all(found, self._group if self._forms else None)
         for owner, name, hook in watched:
             self._watch(owner, name, hook, shares=not (predicts_apart and "predict" in name))
-        steps = self._forms and not self._module.optimizer_step.__module__.startswith(_OWN_HOOKS)
+        steps = self._forms and is_of_user(self._module.optimizer_step)
         if steps:
             self._watch_step(self._module)
         if watched or steps:
