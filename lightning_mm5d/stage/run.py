@@ -178,7 +178,7 @@ class Run:
             mark_dependent(payload.tensors[index])
         for name, description in payload.meta["boundaries"]:
             self._boundaries_in.setdefault(name, []).append(rebuild(description, payload.tensors))
-        self.writes.accept(payload.meta["writes"])
+        self.writes.accept(payload.meta["writes"], payload.tensors)
         for modality, rows in payload.meta["taps"]:
             self._taps.accept(rows, payload.tensors, partial(self._runtime.holders, modality))
         for modality, hidden, returned, sides in payload.meta["calls"]:
@@ -334,6 +334,8 @@ class Run:
             return self._taps.result(call, copies(result), own=True)
         if cut is not None and self._trace is not None:
             self._trace.needs(self._runtime.read_fields(name, result))
+        if cut is None:
+            self.writes.skipped(name)
         return self._taps.result(call, result, own=False)
 
     def _called(self, name: str, modality: str, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -343,7 +345,8 @@ class Run:
         try:
             # what is compiled expects no stand-ins
             eager = nullcontext() if here else torch.compiler.set_stance("force_eager")
-            with eager, self.writes.noted(name, self._runtime.path_of(name)):
+            is_whole = here and not self._runtime.has_parts(modality)
+            with eager, self.writes.noted(name, self._runtime.path_of(name), is_whole=is_whole):
                 return original(*args, **kwargs)
         except Exception:
             self._fails_inside = here
@@ -417,7 +420,8 @@ class Run:
             yield
             return
         path = self._runtime.partition.parts[modality].paths[index]
-        with self._taps.watching(layer, path, index, hidden), self.writes.noted(path, path):
+        noted = self.writes.noted(path, path, is_whole=not self._runtime.has_parts(modality))
+        with self._taps.watching(layer, path, index, hidden), noted:
             try:
                 yield
             except Exception:
@@ -535,7 +539,7 @@ class Run:
             for call in (self._calls_out.get(calls_of, []) if calls_of else [])
         ]
         taps = [[calls_of, self._taps.described(packer, self._runtime.root)]] if calls_of else []
-        writes = self.writes.described([name for name, _ in boundaries], calls_of)
+        writes = self.writes.described(packer, [name for name, _ in boundaries], calls_of)
         grads = [tensor.requires_grad and not is_remote(tensor) for tensor in packer.tensors]
         remote = [[index, x.origin.name, x.exact] for index, x in enumerate(packer.tensors) if is_remote(x)]
         tensors = [tensor.as_subclass(Tensor) if is_remote(tensor) else tensor for tensor in packer.tensors]

@@ -94,7 +94,8 @@ class Runtime:
         taps: results of this stage and earlier ones that code of later stages uses again, by structure of the batch.
         watched: the modules beside layers whose results may be among these, by path.
         points: for each stage, which modules and parameters it has and later ones have not.
-        written: the attributes of modules that a call wrote here, by structure of the batch and the boundary or layer.
+        written: the attributes of modules that a call wrote here, and whether that was one number in a tensor, by
+            structure of the batch and the boundary or layer.
         groups: all groups of ranks that share layers or sequences with this one.
         lists: the layers of each modality, or the parts that stand for them.
         wanted: for each boundary, the fields of its result that callers read; None for all.
@@ -127,7 +128,7 @@ class Runtime:
             stage: tap_points(root, partition, [cut.name for cut in stage.cuts.values()], self.watched)
             for stage in stages
         }
-        self.written: dict[Any, list[Written]] = {}
+        self.written: dict[Any, list[tuple[Written, bool]]] = {}
         self.loss_modality = partition.loss_modality
         self.root, self.partition, self.stages, self.tensor = root, partition, stages, tensor
         self._sharing, self._context = sharing or {}, context or {}
@@ -180,6 +181,10 @@ class Runtime:
     def last_stage(self, modality: str) -> int:
         """Return the number of a modality's last stage."""
         return len(self.partition.stages[modality]) - 1
+
+    def has_parts(self, modality: str) -> bool:
+        """Whether this rank has a part of each sequence of a modality."""
+        return modality in self._context
 
     def sharing(self, modality: str) -> TensorGroup | None:
         """Return the ranks that share a modality's layers with this one."""

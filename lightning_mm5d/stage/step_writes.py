@@ -2,8 +2,8 @@
 
 A call of a boundary or of a layer may write attributes, such as an auxiliary loss. A stage that has a stand-in for the
 call has older values there. So the stage that makes a call notes what it writes, the first time for each structure of
-batches; that travels with its results, and where a later stage stands in for the call, a read of such an attribute
-gives a remote value.
+batches; that travels with its results. Where a later stage stands in for the call, such an attribute holds what the
+call wrote if that is a tensor of one number, through which gradients go back, and else a remote value.
 
 Not seen are writes that a structure's first call does not make, and objects that modules share (a list in a closure).
 
@@ -19,17 +19,23 @@ that has these.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.sharded.torch_internals import version_of
+from lightning_mm5d.stage.payload import Packer, copies, rebuild, unsharded
 from lightning_mm5d.stage.remote import copied_buffers
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.stage.written import StaleAttributes, Written, attributes, written
+
+Row = tuple[Written, list[Tensor | None]]
+"""An attribute, and what each call wrote there in this run: None where it stays with its rank."""
 
 
 class SharedBuffers:
@@ -70,28 +76,47 @@ class StepWrites:
     def __init__(self, runtime: Runtime, structure: Any) -> None:
         self._runtime, self._structure = runtime, structure
         self._stale = StaleAttributes(runtime.root, runtime.guard)
-        self._received: dict[str, list[Written]] = {}
+        self._received: dict[str, list[Row]] = {}
+        self._own: dict[str, list[Row]] = {}
+        self._skipped: Counter[str] = Counter()
 
-    def accept(self, rows: Iterable[Any]) -> None:
+    def accept(self, rows: Iterable[Any], tensors: list[Tensor]) -> None:
         """Take what calls in an earlier stage write, as `described` gave it there."""
         for call, found in rows:
-            self._received[call] = [(path, name, is_list) for path, name, is_list in found]
+            self._received[call] = [
+                ((path, name, is_list), [None if one is None else rebuild(one, tensors) for one in values])
+                for path, name, is_list, values in found
+            ]
 
     @contextmanager
-    def noted(self, call: str, path: str) -> Iterator[None]:
-        """Enter around a call, a boundary's or a layer's, that may write on the module at `path` and in it."""
-        known, key = self._runtime.written, (self._structure, call)
-        if key in known:
-            yield
-            return
-        module = self._runtime.root.get_submodule(path)
-        before = attributes(module, path)
+    def noted(self, call: str, path: str, *, is_whole: bool) -> Iterator[None]:
+        """Enter around a call, a boundary's or a layer's, that may write on the module at `path` and in it.
+
+        Args:
+            call: name of the boundary, or path of the layer.
+            path: of the module.
+            is_whole: whether what it computes here is of whole samples and no stand-in.
+        """
+        known, key, root = self._runtime.written, (self._structure, call), self._runtime.root
+        before = None if key in known else attributes(root.get_submodule(path), path)
         yield
-        known[key] = written(before, attributes(module, path))
+        if before is not None:
+            known[key] = [
+                (one, _number(root, one) is not None)
+                for one in written(before, attributes(root.get_submodule(path), path))
+            ]
+        if call not in self._own:
+            self._own[call] = [(one, []) for one, _ in known[key]]
+        for (_, is_number), (one, values) in zip(known[key], self._own[call], strict=True):
+            values.append(_sent(root, one) if is_number and is_whole else None)
 
     def skipped(self, call: str) -> None:
-        """From now on, until `restore`, let reads of what `call` wrote in another stage give a remote value."""
-        self._stale.mark(self._received.get(call, ()))
+        """From now on, until `restore`, let attributes hold what `call` wrote in another stage, or a remote value."""
+        number = self._skipped[call]
+        self._skipped[call] += 1
+        for one, values in self._received.get(call, ()):
+            value = values[number] if number < len(values) else None
+            self._stale.mark(one, None if value is None else copies(value))
 
     def lay_aside(self) -> None:
         """Put it back while another microbatch is computed, until `take_up`."""
@@ -105,30 +130,48 @@ class StepWrites:
         """Put back what was there before `skipped`."""
         self._stale.restore()
 
-    def described(self, boundaries: Iterable[str], layers_of: str | None) -> list[Any]:
+    def described(self, packer: Packer, boundaries: Iterable[str], layers_of: str | None) -> list[Any]:
         """Return what is sent to a later stage.
 
         Args:
+            packer: takes the tensors.
             boundaries: names of those whose results it takes.
             layers_of: the modality whose layers it continues, if any.
         """
-        rows: dict[str, list[Written]] = {}
+        rows = {} if layers_of is None else dict(self._received)  # the end of the step may be further on
         for name in boundaries:
             rows[name] = [*self._of(name), *self._in_layers(self._runtime.modality_of(name))]
-        for path in self._paths(layers_of):
-            rows[path] = self._of(path)
-        return [[call, [[*one] for one in found]] for call, found in rows.items() if found]
+        rows |= {path: self._of(path) for path in self._paths(layers_of)}
+        return [
+            [call, [[*one, [packer.describe(value) for value in values]] for one, values in found]]
+            for call, found in rows.items()
+            if found
+        ]
 
-    def _in_layers(self, modality: str) -> list[Written]:
+    def _in_layers(self, modality: str) -> list[Row]:
         """What the layers of earlier stages of an encoder wrote, which its boundary in this stage did not write."""
         return [one for path in self._paths(modality) for one in self._received.get(path, ())]
 
-    def _of(self, call: str) -> list[Written]:
-        return self._received.get(call) or self._runtime.written.get((self._structure, call), [])
+    def _of(self, call: str) -> list[Row]:
+        return self._received.get(call) or self._own.get(call, [])
 
     def _paths(self, modality: str | None) -> Iterable[str]:
         parts = self._runtime.partition.parts.get(modality) if modality else None
         return () if parts is None else parts.paths
+
+
+def _number(root: nn.Module, one: Written) -> Tensor | None:
+    """The tensor of one number that an attribute holds; None where it holds something else."""
+    value = vars(root.get_submodule(one[0])).get(one[1])
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.layout != torch.strided or is_remote(value):
+        return None
+    return value
+
+
+def _sent(root: nn.Module, one: Written) -> Tensor:
+    """What an attribute holds, in which the first call had one number; NaN where there is none this time."""
+    value = _number(root, one)
+    return torch.full((), torch.nan) if value is None else unsharded(copies(value))
 
 
 class Tail:

@@ -1,15 +1,15 @@
 """Attributes that an encoder or a layer writes on modules while it computes, such as an auxiliary loss or a statistic.
 
 A stage that skips the call has older values there. `attributes` and `written` find what a call wrote where it is made,
-and `StaleAttributes` puts a `RemoteValue` in its place elsewhere until the step ends. So a step that reads one raises
-`RemoteParameterError`, and a step that does not is left alone. `StepWrites` says when.
+and `StaleAttributes` puts what was sent of it, or a `RemoteValue`, in its place elsewhere until the step ends. So a
+step that reads one that stays with its rank raises `RemoteParameterError`, and a step that does not is left alone.
+`StepWrites` says when.
 
 Buffers and parameters are not meant: gradients and the sharing of buffers see to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -59,7 +59,7 @@ class SetAside(Protocol):
 
 
 class StaleAttributes:
-    """The attributes that a step must not read on this rank.
+    """The attributes in which this rank has older values than the step has written.
 
     Args:
         root: the LightningModule.
@@ -71,15 +71,15 @@ class StaleAttributes:
         self._marks: list[tuple[nn.Module, str, Any, Any]] = []
         self._aside: list[tuple[nn.Module, str, Any]] = []
 
-    def mark(self, found: Iterable[Written]) -> None:
-        """Let reads of these attributes give a remote value."""
-        for path, name, is_list in found:
-            module = self._root.get_submodule(path)
-            value: Any = marked(torch.full((1,), torch.nan), Origin(f"{path}.{name}".lstrip("."), self._guard))
-            if is_list:
-                value = [value]
-            self._marks.append((module, name, value, vars(module).get(name, _MISSING)))
-            vars(module)[name] = value
+    def mark(self, one: Written, value: Any) -> None:
+        """Let an attribute hold `value`, or a remote value in place of None."""
+        path, name, is_list = one
+        module = self._root.get_submodule(path)
+        if value is None:
+            value = marked(torch.full((1,), torch.nan), Origin(f"{path}.{name}".lstrip("."), self._guard))
+            value = [value] if is_list else value
+        self._marks.append((module, name, value, vars(module).get(name, _MISSING)))
+        vars(module)[name] = value
 
     def lay_aside(self) -> None:
         """Put back what was there while another microbatch is computed."""

@@ -6,7 +6,7 @@ all layers for each token and looks at the logits in between. So every rank runs
 
 1. The owner, a stage that holds all parameters of the unit, computes the call.
 2. Its first rank broadcasts the result to all ranks of the replica, with the effects of the call on caches, on dicts
-   that layers share states in, on tensors that it wrote to, and on random generators.
+   that layers share states in, on tensors that it wrote to, on attributes of its module, and on random generators.
 3. The other ranks return the result and repeat the effects. Keys and values stay with their owner: elsewhere a cache
    holds stand-ins of the same length.
 
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import RankLostError, RankMismatchError, repeated
 from lightning_mm5d.data.random_state import kept_random_state, seed_all, seed_of, set_torch_states, torch_states
@@ -51,12 +51,15 @@ from lightning_mm5d.sharded.removable import meanwhile, put
 from lightning_mm5d.source.trees import names, reached, tree_of
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import map_tensors, unsharded
+from lightning_mm5d.stage.written import Written, attributes, written
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import AroundUpdates
 from lightning_mm5d.trainer.own_backwards import replaced, without_inputs
 
+_MOST = 1 << 18
+"""elements of a tensor that travels because a call keeps it in an attribute"""
 _WHOLE = "Gradients cross to layers of other ranks, and a backward to some inputs does not reach these"
 _TOGGLE = "Leave out inputs, and let only these require a gradient: self.toggle_optimizer(optimizer)"
 
@@ -148,6 +151,7 @@ class LockStep(_Uncompiled, AroundUpdates):
         last = plan.topology.instances(plan.topology.last_stage)
         self._own = next((number for number in served if rank in last[number]), None)  # whose steps end here
         self._channels: dict[tuple[int, int], TreeChannel] = {}
+        self._writes: dict[_Unit, list[Written]] = {}
         self._refresh: Callable[[], None] | None = None
         for path, module in self._runtime.root.named_modules():
             if callable(getattr(type(module), "generate", None)):
@@ -392,20 +396,29 @@ class LockStep(_Uncompiled, AroundUpdates):
         effects = Effects(args if call is None else call.args, kwargs if call is None else call.kwargs, self._device)
         own = self._computed(place, unit, original, effects, fails=channel if self._rank == src else None)
         flags = [] if call is None or not is_owner else call.flags_of(own)
+        writes = self._writes.get(unit, [])
         if self._rank == src:
-            channel.send([unit.path, None, own, [flags, effects.description()]])
-            return own if call is None else call.joined(own, flags)
+            channel.send([unit.path, None, own, [flags, effects.description(), writes]])
+            return self._shown(own if call is None else call.joined(own, flags), writes)
         sent, failure, result, told = channel.receive()
         self._check(sent, unit.path)
         if failure is not None:
             raise repeated(RankLostError(f"rank {src} failed in {unit.path}: {failure}"), src, failure)
-        flags, description = told
+        flags, description, writes = told
         if not is_owner:
             effects.repeat(description)
         if call is not None and is_owner:
-            return call.joined(own, flags)
+            return self._shown(call.joined(own, flags), writes)
         result = result if self._wire == self._device else map_tensors(result, lambda x: x.to(self._device))
-        return result if call is None else call.joined(result, flags)
+        return self._shown(result if call is None else call.joined(result, flags), writes)
+
+    def _shown(self, found: Any, writes: Sequence[Written]) -> Any:
+        """Return the result of a call, with what it wrote in attributes in their places."""
+        result, values = found
+        for (path, name, _), sent in zip(writes, values, strict=True):
+            for value in sent:
+                setattr(self._runtime.root.get_submodule(path), name, value)
+        return result
 
     def _computed(
         self, place: _Place, unit: _Unit, original: Callable[..., Any], effects: Effects, fails: TreeChannel | None
@@ -413,14 +426,18 @@ class LockStep(_Uncompiled, AroundUpdates):
         """Compute a call where its owner is; `fails` tells the others of an error."""
         if self._rank not in place.ranks[unit.stage]:
             return None
+        before = attributes(unit.module, unit.path) if unit not in self._writes else None
         try:
             with place.computing():
                 with effects.recorded():
                     result = original(*effects.args, **effects.kwargs)
                 if unit.boundary is not None:
                     result = self._runtime.read_fields(unit.boundary, result)
+                if before is not None:
+                    self._writes[unit] = written(before, attributes(unit.module, unit.path))
+                kept = [_sent(self._runtime.root, one) for one in self._writes[unit]]
                 use = f"the result of {unit.path}, which several passes share,"
-                return unsharded(map_tensors(result, lambda tensor: settled(tensor, use)))
+                return unsharded(map_tensors([result, kept], lambda tensor: settled(tensor, use)))
         except Exception as error:
             if fails is not None:
                 fails.send([unit.path, f"{type(error).__name__}: {error}", None, None])
@@ -441,6 +458,14 @@ class LockStep(_Uncompiled, AroundUpdates):
                 f"rank {self._rank} calls {expected} where another rank of its replica calls {sent}: what the step "
                 "does must not depend on the rank (random numbers of its own, the clock, files)"
             )
+
+
+def _sent(root: nn.Module, one: Written) -> list[Any]:
+    """What an attribute holds; nothing where that stays with its rank: objects, and tensors that would take long."""
+    value = vars(root.get_submodule(one[0])).get(one[1])
+    if isinstance(value, Tensor):
+        return [value] if value.numel() <= _MOST and value.layout == torch.strided else []
+    return [value] if value is None or isinstance(value, (bool, int, float, str)) else []
 
 
 def _as_it_is(module: nn.Module, *_: Any) -> Callable[..., Any]:
