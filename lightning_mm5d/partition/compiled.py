@@ -2,7 +2,8 @@
 
 A stage swaps what enters its layers, so compilation may not reach over the point where that happens. Layers that are
 compiled one by one work over stages, and so does an encoder of one stage that is compiled as a whole. It refuses
-everything else that is compiled and holds parameters, where a modality is split.
+everything else that is compiled and holds parameters, where a modality is split. What TorchScript has compiled keeps
+its weights and takes no hooks, so that it must lie whole on one rank, inside of an encoder.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 from torch._dynamo import OptimizedModule
+from torch.jit import ScriptModule
 
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.config.modality import Modality
@@ -32,6 +34,24 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether the module is compiled, by any of torch's three ways: a wrapper, in place, or a decorated method."""
     return isinstance(module, OptimizedModule) or is_compiled_in_place(module) or _decorated(module) is not None
+
+
+def check_scripted(root: nn.Module, modalities: Mapping[str, Modality], *, has_parts: bool) -> None:
+    """Refuse modules of TorchScript of which ranks would hold parts, before anything looks into them.
+
+    Args:
+        root: the LightningModule.
+        modalities: the configuration.
+        has_parts: whether layers, sequences or parameters of any modality are shared out over ranks.
+
+    Raises:
+        ConfigError: a modality is such a module, or `has_parts`.
+    """
+    for path, module in root.named_modules():
+        if isinstance(module, ScriptModule) and (has_parts or any(one.module == path for one in modalities.values())):
+            rule = "TorchScript keeps its weights and takes no hooks, so that ranks cannot have parts of it"
+            fix = "Use the module that it was made of, or replicas of all modalities without zero_stage"
+            raise ConfigError(path, type(module).__name__, rule, fix)
 
 
 def check_compiled(

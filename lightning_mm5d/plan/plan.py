@@ -21,7 +21,7 @@ from lightning_mm5d.context_parallel.hooks.whole_modules import check_layers
 from lightning_mm5d.expert_parallel import ExpertLayer
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import Partition, partition
-from lightning_mm5d.partition.compiled import check_compiled
+from lightning_mm5d.partition.compiled import check_compiled, check_scripted
 from lightning_mm5d.plan.stage_graph import Ownership, StageGraphs
 from lightning_mm5d.plan.topology import Topology
 from lightning_mm5d.sharded.collectives import Encoding
@@ -82,6 +82,9 @@ class Plan:
             rule = "Ranks give each other weights and buffers as dense tensors"
             fix = "Make it dense, or delete it where training does not use it (`del whisper.alignment_heads`)"
             raise ConfigError(sparse, f"a tensor of layout {dense[sparse].layout}", rule, fix)
+        has_parts = any(one.tp * one.pp * one.cp > 1 for one in layout.axes.values())
+        has_parts = has_parts or any(one.shared_stage for one in modalities.values())
+        check_scripted(module, modalities, has_parts=has_parts)
         sizes = {name: p.numel() for name, p in parameters.items()}
         tied = frozenset(parameters) - {name for name, _ in module.named_parameters()}
         cut = partition(module, modalities)

@@ -15,6 +15,7 @@ from ordinary.rows import (  # noqa: F401
     losses,
     module_hooks,
     optimizers,
+    other_models,
     projects,
     projects_training,
     put_anew,
