@@ -234,6 +234,8 @@ def _by_name(root: nn.Module, name: str, candidates: Mapping[str, Encoder]) -> E
     synonyms = [key for key in candidates if (canonical_name(key) or key) == canonical]
     if name in candidates or len(synonyms) == 1:
         return candidates[name if name in candidates else synonyms[0]]
+    if "." not in name and has_module(root, name) and next(root.get_submodule(name).parameters(), None) is not None:
+        return _by_path(root, name, Modality(module=name))  # self.vision = ..., and a modality of that name
     seen = ", ".join(f"{key} ({', '.join(cut.name for cut in value.boundaries)})" for key, value in candidates.items())
     near = difflib.get_close_matches(name, candidates, n=1)
     fix = f"Did you mean {near[0]!r}? Otherwise set" if near else "Set"

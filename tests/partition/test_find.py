@@ -10,7 +10,7 @@ from torch import nn
 from features.toys import LANGUAGE, Toy
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.partition import partition
-from lightning_mm5d.partition.find import discover
+from lightning_mm5d.partition.find import discover, find
 from lightning_mm5d.partition.step_uses import Boundary
 
 
@@ -89,3 +89,13 @@ def test_a_boundary_before_the_end_of_its_encoder_is_refused(path: str, after: s
         ConfigError, match=rf"modalities.vision.boundary: got 'encoder.{path}'.*in {after}.*Use 'encoder'"
     ):
         partition(Toy(), modalities)
+
+
+def test_an_attribute_that_has_a_modalitys_name_is_its_module() -> None:
+    module = Toy()
+    found = find(module, {"encoder": Modality(), "language": Modality()})
+    named = find(module, {"encoder": Modality(module="encoder"), "language": Modality()})
+    assert found.encoders == named.encoders
+    assert found.encoders["encoder"].owns == ("encoder",)
+    with pytest.raises(ConfigError, match=r"modalities.accuracy: got 'accuracy'.*No such modality"):
+        find(module, {"accuracy": Modality(), "language": Modality()})
