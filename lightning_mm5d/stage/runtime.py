@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_mm5d.context_parallel.hooks.apply import ContextParallel
 from lightning_mm5d.data.random_state import StepDraws
@@ -94,7 +94,7 @@ class Runtime:
         taps: results of this stage and earlier ones that code of later stages uses again, by structure of the batch.
         watched: the modules beside layers whose results may be among these, by path.
         points: for each stage, which modules and parameters it has and later ones have not.
-        written: the attributes of modules that a call wrote here, and whether that was one number in a tensor, by
+        written: the attributes of modules that a call wrote here, and NaN in the form of those that hold one number, by
             structure of the batch and the boundary or layer.
         groups: all groups of ranks that share layers or sequences with this one.
         lists: the layers of each modality, or the parts that stand for them.
@@ -128,7 +128,7 @@ class Runtime:
             stage: tap_points(root, partition, [cut.name for cut in stage.cuts.values()], self.watched)
             for stage in stages
         }
-        self.written: dict[Any, list[tuple[Written, bool]]] = {}
+        self.written: dict[Any, list[tuple[Written, Tensor | None]]] = {}
         self.loss_modality = partition.loss_modality
         self.root, self.partition, self.stages, self.tensor = root, partition, stages, tensor
         self._sharing, self._context = sharing or {}, context or {}

@@ -101,14 +101,14 @@ class StepWrites:
         before = None if key in known else attributes(root.get_submodule(path), path)
         yield
         if before is not None:
-            known[key] = [
-                (one, _number(root, one) is not None)
-                for one in written(before, attributes(root.get_submodule(path), path))
-            ]
+            found = written(before, attributes(root.get_submodule(path), path))
+            known[key] = [(one, _missing(_number(root, one))) for one in found]
         if call not in self._own:
             self._own[call] = [(one, []) for one, _ in known[key]]
-        for (_, is_number), (one, values) in zip(known[key], self._own[call], strict=True):
-            values.append(_sent(root, one) if is_number and is_whole else None)
+        for (_, missing), (one, values) in zip(known[key], self._own[call], strict=True):
+            value = _number(root, one) if missing is not None and is_whole else None
+            value = missing if is_whole and value is None else value
+            values.append(None if value is None else unsharded(copies(value)))
 
     def skipped(self, call: str) -> None:
         """From now on, until `restore`, let attributes hold what `call` wrote in another stage, or a remote value."""
@@ -168,10 +168,9 @@ def _number(root: nn.Module, one: Written) -> Tensor | None:
     return value
 
 
-def _sent(root: nn.Module, one: Written) -> Tensor:
-    """What an attribute holds, in which the first call had one number; NaN where there is none this time."""
-    value = _number(root, one)
-    return torch.full((), torch.nan) if value is None else unsharded(copies(value))
+def _missing(number: Tensor | None) -> Tensor | None:
+    """What is sent of an attribute that held `number` in the first call and holds none later: payloads stay alike."""
+    return None if number is None else torch.full_like(number, torch.nan, requires_grad=number.requires_grad)
 
 
 class Tail:

@@ -29,6 +29,14 @@ class Annealed(Encoder):
         return super().forward(images), self.scale
 
 
+class Penalised(Encoder):
+    """Keeps a penalty on its weights, which is the same for all samples; none in every other step."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.penalty = self.projector.weight.abs().mean() if self.counts else None
+        return super().forward(images)
+
+
 class Changed(Toy):
     def __init__(self, way: Callable[[Changed, Batch], Tensor]) -> None:
         super().__init__()
@@ -92,6 +100,17 @@ def images_from_the_second_epoch_on(run: Run) -> Any:
     return trained(run, way, max_epochs=2)
 
 
+def a_penalty_that_some_steps_leave_out(run: Run) -> Any:
+    """It goes on from the first stage of the language model, which does not read it, to the last one."""
+
+    def way(module: Changed, batch: Batch) -> Tensor:
+        module.encoder.counts = module.global_step % 2 == 0
+        logits = module.decoder(batch["tokens"], module.encoder(batch["images"]))
+        return logits * (1 + module.encoder.penalty) if module.encoder.counts else logits
+
+    return trained(run, way, Penalised)
+
+
 def features_of_some_samples(run: Run) -> Any:
     def way(module: Changed, batch: Batch) -> Tensor:
         has = batch["label"] == 0
@@ -112,6 +131,7 @@ def test_payloads_that_shapes_do_not_tell_equal_one_process(monkeypatch: pytest.
         longer_texts_with_each_step,
         gradients_of_every_other_step,
         images_from_the_second_epoch_on,
+        a_penalty_that_some_steps_leave_out,
         features_of_some_samples,
     )
     for name, outcome in found.items():
