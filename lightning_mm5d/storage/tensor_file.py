@@ -32,7 +32,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mm5d.storage.files import Region, WrittenFile, checked_region, corrupt, opened, read_into, write_at
+from lightning_mm5d.storage.files import (
+    BlockChecksums,
+    Region,
+    WrittenFile,
+    checked_region,
+    corrupt,
+    opened,
+    read_into,
+    write_at,
+)
 
 BLOCK_BYTES = 64 * 1024  # a reader verifies whole blocks; smaller ones cost time, larger ones are read for few bytes
 _PER_PART = 256  # bytes of a block of rows for each part of its row, so that headers and checksums stay cheap
@@ -429,10 +438,8 @@ class _Reader:
 
     def __init__(self, file: TensorFile, descriptor: int | None, name: str, entry: Entry, header: Header) -> None:
         self._file, self._descriptor, self._name, self._entry = file, descriptor, name, entry
-        self._block = 0 if header.blocks is None else header.blocks[name]
-        self._checksums = header.checksums.get(name, ())
+        self._block, self._checksums = (header.blocks or {}).get(name, 0), header.checksums.get(name, ())
         self._gap = max(self._block, _GAP_BYTES)
-        self._at_once = _CHUNK_BYTES // max(1, self._block) * self._block  # whole blocks
 
     def fill(self, target: Tensor, strides: Sequence[int], starts: Sequence[int], offset: int = 0) -> None:
         """Fill `target` with a region of the tensor.
@@ -470,7 +477,7 @@ class _Reader:
         while done < end:
             whole = end if end == self._entry.size else end // self._block * self._block
             if done % self._block == 0 and done < whole:
-                stop = min(whole, done + self._at_once)
+                stop = min(whole, done + _CHUNK_BYTES // self._block * self._block)
                 self._read_verified(memory[done - start : stop - start], done)
             else:
                 first = done // self._block * self._block
@@ -552,7 +559,7 @@ class TensorFileWriter:
             )
         if tensor.layout != torch.strided or tensor.is_meta:
             raise ValueError(f"{name!r} has layout {tensor.layout} on {tensor.device}, and no file can hold that")
-        offset, checksums = self._origin + entry.start, _BlockChecksums(self._blocks[name])
+        offset, checksums = self._origin + entry.start, BlockChecksums(self._blocks[name])
         for memory in _pieces(tensor.detach()):
             for start in range(0, len(memory), _CHUNK_BYTES):
                 chunk = memory[start : start + _CHUNK_BYTES]
@@ -583,29 +590,6 @@ class TensorFileWriter:
     def _header(self) -> bytes:
         checksums = f"{self._which}:{''.join(self._digits.values())}" if self._checks else None
         return encode_header(self._entries, self._metadata, checksums)
-
-
-class _BlockChecksums:
-    """CRC-32 of each block of bytes that come in parts of any length."""
-
-    def __init__(self, size: int) -> None:
-        self._size, self._done, self._current, self._room = size, list[int](), 0, size
-
-    def add(self, memory: memoryview) -> None:
-        """Take the next bytes."""
-        start = 0
-        while start < len(memory):
-            part = memory[start : start + self._room]
-            self._current = zlib.crc32(part, self._current)
-            start, self._room = start + len(part), self._room - len(part)
-            if not self._room:
-                self._done.append(self._current)
-                self._current, self._room = 0, self._size
-
-    def digits(self) -> str:
-        """Return 8 hexadecimal digits for each block, also for the last, shorter one."""
-        last = [self._current] if self._room < self._size else []
-        return "".join(f"{checksum:08x}" for checksum in self._done + last)
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
