@@ -53,9 +53,13 @@ class Model(L.LightningModule):
         super().__init__()
         width = int((megabytes * 1e6 / 4 / 2 / LAYERS) ** 0.5) // 64 * 64
         self.layers = nn.ModuleList(Layer(width) for _ in range(LAYERS))
-        self.width = width
+        self.width, self.held = width, 0
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if not self.held:  # hooks see the parameters of all ranks
+            held = [one for one in self.parameters() if not is_remote(one)]
+            state = [value for one in held for value in self.trainer.optimizers[0].state.get(one, {}).values()]
+            self.held = sum(one.numel() * one.itemsize for one in (*held, *state))
         for layer in self.layers:
             batch = layer(batch)
         return batch.square().mean()
@@ -69,13 +73,10 @@ class Measure(Callback):
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.ms = folder, list[float]()
-        self.read, self.held = 0, 0
+        self.read = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.read = sum(file.bytes_read for file in OPENED)
-        held = [one for one in pl_module.parameters() if not is_remote(one)]
-        state = [v for s in trainer.optimizers[0].state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-        self.held = sum(one.numel() * one.itemsize for one in (*held, *state))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         if trainer.global_step % 2 == 0:
@@ -117,7 +118,7 @@ def job(arguments: argparse.Namespace) -> None:
     data = DataLoader(torch.randn(64, model.width), batch_size=4)
     trainer.fit(model, data, ckpt_path=arguments.load or None)
     if trainer.is_global_zero:
-        print(json.dumps({"ms": measure.ms, "read": measure.read, "held": measure.held}), flush=True)
+        print(json.dumps({"ms": measure.ms, "read": measure.read, "held": model.held}), flush=True)
 
 
 def main() -> None:

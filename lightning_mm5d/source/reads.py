@@ -8,6 +8,7 @@ without source is not known, and is not sharded.
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
@@ -162,7 +163,23 @@ def _parts(method: ast.FunctionDef) -> frozenset[str]:
 def _methods(cls: type[nn.Module]) -> Iterator[tuple[str, ast.FunctionDef | None]]:
     """Yield the names and trees of the methods as `_functions` does; None for the tree of one without source."""
     for name, function in _functions(cls, _names_in):
-        yield name, tree_of(function)
+        tree = tree_of(function)
+        yield name, None if tree is None else _by_self(tree)
+
+
+def _by_self(method: ast.FunctionDef) -> ast.FunctionDef:
+    """Return a method that calls its object ``self``, whatever name its author gave it."""
+    named = [*method.args.posonlyargs, *method.args.args][:1]
+    is_bound = not any(ast.unparse(one) in ("staticmethod", "classmethod") for one in method.decorator_list)
+    if not named or named[0].arg == "self" or not is_bound:
+        return method
+    other, method = named[0].arg, copy.deepcopy(method)  # trees are those of everybody who asks
+    for node in ast.walk(method):
+        if isinstance(node, ast.Name) and node.id == other:
+            node.id = "self"
+        elif isinstance(node, ast.arg) and node.arg == other:
+            node.arg = "self"
+    return method
 
 
 def _names_in(function: FunctionType) -> frozenset[str] | None:

@@ -108,6 +108,33 @@ class WrittenFile:
         return cls(len(data), zlib.crc32(data))
 
 
+class BlockChecksums:
+    """CRC-32 of each block of bytes that come in parts of any length.
+
+    Args:
+        size: bytes of a block; the last one may be shorter.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size, self._done, self._current, self._room = size, list[int](), 0, size
+
+    def add(self, memory: memoryview) -> None:
+        """Take the next bytes."""
+        start = 0
+        while start < len(memory):
+            part = memory[start : start + self._room]
+            self._current = zlib.crc32(part, self._current)
+            start, self._room = start + len(part), self._room - len(part)
+            if not self._room:
+                self._done.append(self._current)
+                self._current, self._room = 0, self._size
+
+    def digits(self) -> str:
+        """Return 8 hexadecimal digits for each block, also for the last, shorter one."""
+        last = [self._current] if self._room < self._size else []
+        return "".join(f"{checksum:08x}" for checksum in self._done + last)
+
+
 def corrupt(path: str | os.PathLike[str], what: str) -> CheckpointCorruptError:
     """Return the error that `path` is not what was written, and what to do about it."""
     return CheckpointCorruptError(

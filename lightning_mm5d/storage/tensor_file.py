@@ -9,6 +9,7 @@ The header of a safetensors file: which tensor has which dtype and shape, and wh
 The file is: 8 bytes with the header's length (little-endian), the header in JSON, then the tensors' bytes without gaps
 (https://huggingface.co/docs/safetensors). A file of ours also has block checksums in the header's metadata: each tensor
 is divided into blocks, the last of them shorter, and the CRC-32 of all blocks stand in the order of the tensors' bytes.
+A row of a matrix is a whole number of blocks where that can be, so that ranks which share columns read theirs alone.
 
 It refuses headers that a damaged or hostile file could have, before any memory is taken for tensors.
 """
@@ -31,12 +32,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mm5d.storage.files import Region, WrittenFile, checked_region, corrupt, opened, read_into, write_at
+from lightning_mm5d.storage.files import (
+    BlockChecksums,
+    Region,
+    WrittenFile,
+    checked_region,
+    corrupt,
+    opened,
+    read_into,
+    write_at,
+)
 
 BLOCK_BYTES = 64 * 1024  # a reader verifies whole blocks; smaller ones cost time, larger ones are read for few bytes
+_PER_PART = 256  # bytes of a block of rows for each part of its row, so that headers and checksums stay cheap
 HEADER_LIMIT = 100_000_000  # bytes; the safetensors library has the same
 METADATA = "__metadata__"
-CHECKSUMS = "lightning_mm5d.crc32"  # in the metadata: bytes of a block, a colon, 8 hexadecimal digits for each block
+CHECKSUMS = "lightning_mm5d.crc32"  # in the metadata: which blocks, a colon, 8 hexadecimal digits for each block
+_ROWS, _EQUAL = "rows", str(BLOCK_BYTES)  # which blocks: parts of rows, or as large for all tensors
+_DIGITS_LIMIT = HEADER_LIMIT // 4  # of blocks of rows; a larger file has equal blocks
 _DIMS_LIMIT = 64
 
 DTYPES = {
@@ -97,13 +110,13 @@ class Header:
     Attributes:
         entries: by name, in the order of their bytes.
         metadata: free-form strings, without the checksums.
-        block_bytes: of a block; 0 where the file has no checksums.
+        blocks: bytes of a block of each tensor, by name; None where the file has no checksums.
         checksums: of each tensor's blocks, by name; empty where the file has none.
     """
 
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
-    block_bytes: int = 0
+    blocks: Mapping[str, int] | None = None
     checksums: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -129,9 +142,29 @@ def lay_out(specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[st
     return entries
 
 
-def block_count(entry: Entry) -> int:
-    """Return the number of blocks of a tensor."""
-    return -(-entry.size // BLOCK_BYTES)
+def block_sizes(entries: Mapping[str, Entry]) -> tuple[str, dict[str, int]]:
+    """Return which blocks a new file has, and the bytes of a block of each tensor by name."""
+    sizes = {name: _block_of_rows(entry) for name, entry in entries.items()}
+    if 8 * sum(block_count(entry, sizes[name]) for name, entry in entries.items()) > _DIGITS_LIMIT:
+        return _EQUAL, dict.fromkeys(entries, BLOCK_BYTES)
+    return _ROWS, sizes
+
+
+def _block_of_rows(entry: Entry) -> int:
+    """Return the bytes of a block that divides the rows of a matrix into 2, 4, 8 or more parts; else `BLOCK_BYTES`.
+
+    Rows of 2,816 bytes are two blocks of 1,408, those of 16,384 bytes eight of 2,048.
+    """
+    row = entry.shape[-1] * entry.dtype.itemsize if len(entry.shape) > 1 else 0
+    parts = 1
+    while row % (2 * parts) == 0 and row >= _PER_PART * (2 * parts) ** 2:
+        parts *= 2
+    return row // parts if parts > 1 and row // parts <= BLOCK_BYTES else BLOCK_BYTES
+
+
+def block_count(entry: Entry, size: int) -> int:
+    """Return the number of blocks of a tensor, of `size` bytes each."""
+    return -(-entry.size // size)
 
 
 def encode_header(entries: Mapping[str, Entry], metadata: Mapping[str, str], checksums: str | None) -> bytes:
@@ -140,9 +173,9 @@ def encode_header(entries: Mapping[str, Entry], metadata: Mapping[str, str], che
     Args:
         entries: from `lay_out`.
         metadata: free-form strings.
-        checksums: hexadecimal digits of all blocks; None where nobody will verify them.
+        checksums: which blocks, a colon, and the hexadecimal digits of all; None where nobody will verify them.
     """
-    own = {} if checksums is None else {CHECKSUMS: f"{BLOCK_BYTES}:{checksums}"}
+    own = {} if checksums is None else {CHECKSUMS: checksums}
     tree: dict[str, Any] = {METADATA: {**metadata, **own}}
     for name, entry in entries.items():
         shape = list(entry.shape)
@@ -246,10 +279,11 @@ def _with_checksums(entries: dict[str, Entry], metadata: dict[str, str]) -> Head
     """Take the checksums out of the metadata."""
     if CHECKSUMS not in metadata:
         return Header(entries, metadata)
-    size, _, digits = metadata.pop(CHECKSUMS).partition(":")
-    if size != str(BLOCK_BYTES):
-        raise HeaderError(f"its checksums are for blocks of {size!r} bytes, and this version knows {BLOCK_BYTES}")
-    counts = {name: block_count(entry) for name, entry in entries.items()}
+    which, _, digits = metadata.pop(CHECKSUMS).partition(":")
+    if which not in (_ROWS, _EQUAL):
+        raise HeaderError(f"its checksums are for blocks {which!r}, and this version knows {_ROWS!r} and {_EQUAL!r}")
+    sizes = {name: _block_of_rows(entry) if which == _ROWS else BLOCK_BYTES for name, entry in entries.items()}
+    counts = {name: block_count(entry, sizes[name]) for name, entry in entries.items()}
     try:
         numbers = struct.unpack(f">{sum(counts.values())}I", bytes.fromhex(digits))
     except (ValueError, struct.error):
@@ -258,7 +292,7 @@ def _with_checksums(entries: dict[str, Entry], metadata: dict[str, str]) -> Head
     for name, count in counts.items():
         checksums[name] = numbers[done : done + count]
         done += count
-    return Header(entries, metadata, BLOCK_BYTES, checksums)
+    return Header(entries, metadata, sizes, checksums)
 
 
 _GAP_BYTES = 256  # a gap up to this is read through, because another read would cost more
@@ -309,7 +343,7 @@ class TensorFile:
     @property
     def has_checksums(self) -> bool:
         """Whether reads are verified."""
-        return bool(self._header.block_bytes)
+        return self._header.blocks is not None
 
     def names(self) -> list[str]:
         """Return the names of all tensors, in the order of their bytes."""
@@ -369,7 +403,7 @@ class TensorFile:
             if written is not None and zlib.crc32(text, zlib.crc32(prefix)) != written.checksum:
                 raise HeaderError("its header differs from what was written")
             header = decode_header(bytes(text), size)
-            if written is not None and self._checks and not header.block_bytes:
+            if written is not None and self._checks and header.blocks is None:
                 raise HeaderError("it has no checksums")
         except HeaderError as error:
             raise corrupt(self.path, str(error)) from None
@@ -404,8 +438,8 @@ class _Reader:
 
     def __init__(self, file: TensorFile, descriptor: int | None, name: str, entry: Entry, header: Header) -> None:
         self._file, self._descriptor, self._name, self._entry = file, descriptor, name, entry
-        self._block, self._checksums = header.block_bytes, header.checksums.get(name, ())
-        self._gap = self._block or _GAP_BYTES
+        self._block, self._checksums = (header.blocks or {}).get(name, 0), header.checksums.get(name, ())
+        self._gap = max(self._block, _GAP_BYTES)
 
     def fill(self, target: Tensor, strides: Sequence[int], starts: Sequence[int], offset: int = 0) -> None:
         """Fill `target` with a region of the tensor.
@@ -423,7 +457,7 @@ class _Reader:
         low = _dot(starts[1:], strides[1:])
         run = _dot([length - 1 for length in target.shape[1:]], strides[1:]) + 1
         stride = strides[0]
-        if stride - run > self._gap or stride > _SCRATCH_BYTES:
+        if stride - run >= self._gap or stride > _SCRATCH_BYTES:
             for index, part in enumerate(target):
                 self.fill(part, strides[1:], starts[1:], offset + index * stride)
             return
@@ -443,7 +477,7 @@ class _Reader:
         while done < end:
             whole = end if end == self._entry.size else end // self._block * self._block
             if done % self._block == 0 and done < whole:
-                stop = min(whole, done + _CHUNK_BYTES)
+                stop = min(whole, done + _CHUNK_BYTES // self._block * self._block)
                 self._read_verified(memory[done - start : stop - start], done)
             else:
                 first = done // self._block * self._block
@@ -498,7 +532,8 @@ class TensorFileWriter:
     ) -> None:
         self.path, self._metadata, self._flush, self._checks = Path(path), dict(metadata or {}), flush, checksums
         self._entries = lay_out({name: (dtype, tuple(shape)) for name, (dtype, shape) in specs.items()})
-        self._digits = {name: "0" * 8 * block_count(entry) for name, entry in self._entries.items()}
+        self._which, self._blocks = block_sizes(self._entries)
+        self._digits = {name: "0" * 8 * block_count(entry, self._blocks[name]) for name, entry in self._entries.items()}
         self._missing = set(self._entries)
         self._origin = len(self._header())
 
@@ -524,7 +559,7 @@ class TensorFileWriter:
             )
         if tensor.layout != torch.strided or tensor.is_meta:
             raise ValueError(f"{name!r} has layout {tensor.layout} on {tensor.device}, and no file can hold that")
-        offset, checksums = self._origin + entry.start, _BlockChecksums()
+        offset, checksums = self._origin + entry.start, BlockChecksums(self._blocks[name])
         for memory in _pieces(tensor.detach()):
             for start in range(0, len(memory), _CHUNK_BYTES):
                 chunk = memory[start : start + _CHUNK_BYTES]
@@ -553,30 +588,8 @@ class TensorFileWriter:
         self.written = WrittenFile(self._origin + last, zlib.crc32(header))
 
     def _header(self) -> bytes:
-        return encode_header(self._entries, self._metadata, "".join(self._digits.values()) if self._checks else None)
-
-
-class _BlockChecksums:
-    """CRC-32 of each block of bytes that come in parts of any length."""
-
-    def __init__(self) -> None:
-        self._done, self._current, self._room = list[int](), 0, BLOCK_BYTES
-
-    def add(self, memory: memoryview) -> None:
-        """Take the next bytes."""
-        start = 0
-        while start < len(memory):
-            part = memory[start : start + self._room]
-            self._current = zlib.crc32(part, self._current)
-            start, self._room = start + len(part), self._room - len(part)
-            if not self._room:
-                self._done.append(self._current)
-                self._current, self._room = 0, BLOCK_BYTES
-
-    def digits(self) -> str:
-        """Return 8 hexadecimal digits for each block, also for the last, shorter one."""
-        last = [self._current] if self._room < BLOCK_BYTES else []
-        return "".join(f"{checksum:08x}" for checksum in self._done + last)
+        checksums = f"{self._which}:{''.join(self._digits.values())}" if self._checks else None
+        return encode_header(self._entries, self._metadata, checksums)
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:

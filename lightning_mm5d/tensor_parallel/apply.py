@@ -480,7 +480,9 @@ def explained(error: RuntimeError, root: nn.Module, division: Division, *, share
             shared.setdefault(id(root.get_submodule(owner)), (owner, []))[1].append(name)
     found, traceback = None, error.__traceback__
     while traceback is not None:  # the innermost one comes last
-        found = shared.get(id(traceback.tb_frame.f_locals.get("self")), found)
+        frame = traceback.tb_frame
+        own = next(map(frame.f_locals.get, frame.f_code.co_varnames[: frame.f_code.co_argcount]), None)
+        found = shared.get(id(own), found)
         traceback = traceback.tb_next
     if found is None:
         return None

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_mm5d.config.errors import CheckpointCorruptError
+from lightning_mm5d.storage import tensor_file
 from lightning_mm5d.storage.files import StateDictSource, TensorSource, opened
 from lightning_mm5d.storage.tensor_file import BLOCK_BYTES, DTYPES, TensorFile, TensorFileWriter, WrittenFile
 
@@ -94,7 +95,7 @@ def test_reads_no_more_than_was_asked_for(tmp_path: Path) -> None:
     tensors = {"rows": _random((64, 32_768), torch.float32), "narrow": _random((4096, 64), torch.float32)}
     save_file(tensors, tmp_path / "plain")
     _write(tmp_path / "checked", tensors)
-    for name, block in (("plain", 0), ("checked", BLOCK_BYTES)):
+    for name, block in (("plain", 0), ("checked", 32_768 * 4 // 16)):
         file = TensorFile(tmp_path / name)
 
         def bytes_of(name: str, *region: tuple[int, int], file: TensorFile = file) -> int:
@@ -105,9 +106,34 @@ def test_reads_no_more_than_was_asked_for(tmp_path: Path) -> None:
         assert bytes_of("rows", (0, 64), (0, 32_768)) == 64 * 32_768 * 4
         assert bytes_of("rows", (8, 16), (0, 32_768)) == 8 * 32_768 * 4
         assert bytes_of("rows", (9, 10), (5, 6)) == (block or 4)
-        assert bytes_of("rows", (0, 64), (16_384, 24_576)) == 64 * max(block, 32_768)  # a run in each row
+        assert bytes_of("rows", (0, 64), (16_384, 24_576)) == 64 * 32_768  # a run in each row
         assert bytes_of("narrow", (0, 4096), (0, 32)) <= 4096 * 64 * 4  # gaps are read through
         assert bytes_of("narrow", (3, 3), (0, 32)) == 0
+
+
+@pytest.mark.parametrize("row_bytes", [1024, 2816, 16_384, 22_016, 57_344])
+def test_ranks_that_share_columns_read_theirs_alone(tmp_path: Path, row_bytes: int) -> None:
+    tensors = {"experts": _random((2, 24, row_bytes // 2), torch.int16)}
+    _write(tmp_path / "a", tensors)
+    file = TensorFile(tmp_path / "a")
+    for ranks in (2, 4) if row_bytes > 4096 else (2,):
+        half = row_bytes // 2 // ranks
+        region, before = [(0, 2), (1, 24), (half, 2 * half)], file.bytes_read
+        assert torch.equal(file.read("experts", region), tensors["experts"][:, 1:, half : 2 * half])
+        assert file.bytes_read - before == 2 * 23 * half * 2
+
+
+def test_a_file_of_many_rows_has_equal_blocks_and_files_with_them_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"rows": _random((64, 4096), torch.int16)}
+    monkeypatch.setattr(tensor_file, "_DIGITS_LIMIT", 8 * 64)
+    _write(tmp_path / "a", tensors)
+    monkeypatch.undo()
+    assert f"{BLOCK_BYTES}:".encode() in (tmp_path / "a").read_bytes()
+    file = TensorFile(tmp_path / "a")
+    file.verify()
+    assert torch.equal(file.read("rows", [(3, 9), (5, 77)]), tensors["rows"][3:9, 5:77])
 
 
 def test_tensors_of_any_strides_are_written_in_row_major_order(tmp_path: Path) -> None:

@@ -33,6 +33,11 @@ class ReadsWidth(Attention):
         return super().forward(x).view(*x.shape[:-1], self.embed_dim)
 
 
+class ReadsWidthOfAnotherName(Attention):
+    def forward(this, x: Tensor) -> Tensor:  # noqa: N805
+        return super().forward(x).view(*x.shape[:-1], this.embed_dim)
+
+
 class ReadsInputWidth(Attention):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape

@@ -59,6 +59,7 @@ from .rule_modules import (
     ReadsLastSize,
     ReadsNumber,
     ReadsWidth,
+    ReadsWidthOfAnotherName,
     Sizes,
     SoftmaxBetween,
     WeightTakenDirectly,
@@ -74,7 +75,8 @@ def plans_for(module: nn.Module) -> tuple[TensorParallelPlan, ...]:
 @pytest.mark.parametrize(
     "cls",
     [
-        *(ReadsWidth, ReadsInputWidth, ReadsInputShape, ReadsLastSize, ReadsNumber, ReadsConfig),
+        *(ReadsWidth, ReadsWidthOfAnotherName, ReadsInputWidth, ReadsInputShape, ReadsLastSize, ReadsNumber),
+        ReadsConfig,
         *(NormOfAllHeads, NormWithoutParameters, FunctionalNorm, Gate, Parameter, PerHeadBuffer, PerHeadArgument),
         *(WrongNumberOfHeads, NoNumberOfHeads, WideQueries, OddLinear, FusedUnknown, FusedByANumber),
         *(ListsOfNorms, NumberOfHeadsInATensor, NumberOfHeadsInside),

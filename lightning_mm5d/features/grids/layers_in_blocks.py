@@ -447,7 +447,8 @@ class _Layer:
             self.norms[path] = None
             self._shared |= own  # each rank has the gradient of its rows and columns
         else:
-            self._refuse(path, f"no plan says how {kind} is sharded")
+            fix = f"Say sharding='column' or 'row' of a lightning_mm5d.nn.Linear, or u{_FIX[1:]}"
+            self._refuse(path, f"no plan says how {kind} is sharded", fix if isinstance(module, nn.Linear) else _FIX)
 
     def _code(self, path: str, module: nn.Module) -> None:
         """Refuse code around attentions and linear layers that does not treat each entry by itself."""
@@ -488,9 +489,9 @@ class _Layer:
     def _is_in(self, name: str) -> bool:
         return is_in(name, self._path)
 
-    def _refuse(self, path: str, why: str) -> None:
+    def _refuse(self, path: str, why: str, fix: str = _FIX) -> None:
         rule = f"Everything in a layer is in blocks over the grid, and of {path} that is not known: {why}"
-        raise ConfigError(f"modalities.{self._group}.tensor.tp_mode", self._shape.mode, rule, _FIX)
+        raise ConfigError(f"modalities.{self._group}.tensor.tp_mode", self._shape.mode, rule, fix)
 
 
 def _ways(division: Division) -> dict[str, dict[str, str]]:

@@ -496,26 +496,28 @@ def passes_several_times(module: nn.Module, step: str) -> bool:
     """Whether the method `step` of `module` generates, or calls a module with parameters in a loop."""
     return any(
         any("generate" in name for name in names(function) or ())
-        or any(_calls_model(module, call) for call in _calls_in_loops(function))
+        or any(_calls_model(module, call, own) for own, call in _calls_in_loops(function))
         for function in reached(type(module), step)
     )
 
 
-def _calls_in_loops(function: FunctionType) -> Iterator[ast.Call]:
+def _calls_in_loops(function: FunctionType) -> Iterator[tuple[str, ast.Call]]:
+    """Yield calls with the name of the function's first argument."""
     tree = tree_of(function)
+    own = function.__code__.co_varnames[0] if function.__code__.co_argcount else ""
     for loop in ast.walk(tree) if tree is not None else ():
         if isinstance(loop, _LOOPS):
-            yield from (node for node in ast.walk(loop) if isinstance(node, ast.Call))
+            yield from ((own, node) for node in ast.walk(loop) if isinstance(node, ast.Call))
 
 
-def _calls_model(module: nn.Module, call: ast.Call) -> bool:
+def _calls_model(module: nn.Module, call: ast.Call, own: str) -> bool:
     """Whether a call is one of `module`, or of a module with parameters inside of it: ``self.model(...)``."""
     path: list[str] = []
     node: ast.expr = call.func
     while isinstance(node, ast.Attribute):
         path.insert(0, node.attr)
         node = node.value
-    if not isinstance(node, ast.Name) or node.id != "self":
+    if not isinstance(node, ast.Name) or node.id not in ("self", own):
         return False
     found: object = module
     for name in path:

@@ -249,3 +249,10 @@ def test_what_drops_samples_at_a_rate_without_a_known_name_is_refused() -> None:
     root.get_submodule(layers_of(root)[0]).kept = StochasticDepth()
     with pytest.raises(ConfigError, match="StochasticDepth drops whole samples"):
         divided_on(root, GRIDS["2d"])
+
+
+def test_a_linear_layer_without_a_plan_is_refused_with_the_layer_that_would_say_one() -> None:
+    root: Any = FAMILIES["llama"].build()
+    root.get_submodule(layers_of(root)[0]).plain = nn.Linear(32, 32)
+    with pytest.raises(ConfigError, match="Say sharding='column' or 'row'"):
+        divided_on(root, GRIDS["2d"])
