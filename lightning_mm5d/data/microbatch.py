@@ -27,11 +27,11 @@ from lightning_mm5d.data.packed_images import (
     REMEDY,
     PackedTokens,
     Path,
+    asked_ways,
     counted_ways,
     kind_of,
     owns_other_rows,
     packed_rows,
-    ways_of,
 )
 from lightning_mm5d.layout.layout import even_lengths
 
@@ -346,8 +346,7 @@ def _plan(batch: Any, samples: int, ends: list[int], tokens: PackedTokens) -> di
         elif (is_array(value) or _is_ragged(value)) and not (name == "position_ids" and len(value) == 1):
             unresolved[path] = value
     for path, value in list(unresolved.items()):
-        said = ways_of(path, counts) or counts
-        ways = [way for way in said.values() if sum(way) == len(value) and is_array(value)]
+        ways = [way for way in asked_ways(path, fields, counts) if sum(way) == len(value) and is_array(value)]
         if ways and all(way == ways[0] for way in ways):
             row_ends = list(accumulate(ways[0], initial=0))
             cuts[path] = _Cut(0, [row_ends[end] for end in ends], packed=False)

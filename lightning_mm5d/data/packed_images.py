@@ -13,7 +13,7 @@ Shapes: B batch (samples), S sequence, N items of one kind.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -159,6 +159,13 @@ def ways_of(path: Path, ways: Mapping[Path, list[int]]) -> dict[Path, list[int]]
     return {counts: way for counts, way in ways.items() if words & _words(counts)}
 
 
+def asked_ways(path: Path, fields: Mapping[Path, Any], ways: Mapping[Path, list[int]]) -> Collection[list[int]]:
+    """Return the counts that may say whose rows a field holds: those of its name, else those of no field's name."""
+    others = {counts for other in fields if other not in ways for counts in ways_of(other, ways)}
+    unnamed = [way for counts, way in ways.items() if counts not in others]
+    return ways_of(path, ways).values() or unnamed or ways.values()
+
+
 def owns_other_rows(path: Path, value: Any, ways: Mapping[Path, list[int]]) -> bool:
     """Whether samples own other rows than one each of an array that has as many rows as samples by chance.
 
@@ -173,7 +180,7 @@ def _words(path: Path) -> set[str]:
     """The things that a field is about, in the singular, by its name; ``image`` and ``audio`` of all their names."""
     name = str(path[-1]) if path else ""
     words = {word.removesuffix("s") for word in re.split(r"[^a-z]+", _COUNTS.sub("_", name.lower()))}
-    found = {_SYNONYMS.get(word, word) for word in words} | {kind_of(name) or ""}
+    found = {_SYNONYMS.get(word, "audio" if word == "sound" else word) for word in words} | {kind_of(name) or ""}
     return found - {"", "input", "value"}
 
 

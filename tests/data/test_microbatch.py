@@ -450,6 +450,11 @@ def test_a_count_of_another_modality_that_adds_up_to_as_much_is_not_asked() -> N
     first, last = split(batch | {"labels": torch.arange(4)}, 2)
     assert [len(first.batch["pixel_values"]), len(first.batch["input_features"])] == [3, 3]
     assert torch.equal(last.batch["pixel_values"], images[3:])
-    batch["audio_lengths"] = torch.tensor([0, 1, 3, 1])
-    first, last = split(batch | {"labels": torch.arange(4)}, 2)
+
+
+@pytest.mark.parametrize("name", ["num_sounds", "n_waves"])
+def test_a_count_that_is_named_after_another_field_is_asked_for_that_alone(name: str) -> None:
+    batch = {"pixel_values": numbered(5, 3, 8, 8), "input_features": numbered(5, 6, 8), "labels": torch.arange(4)}
+    batch |= {"num_images": torch.tensor([3, 0, 1, 1]), name: torch.tensor([0, 1, 3, 1])}
+    first, _ = split(batch, 2)
     assert [len(first.batch["pixel_values"]), len(first.batch["input_features"])] == [3, 1]
