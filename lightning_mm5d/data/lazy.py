@@ -355,6 +355,10 @@ class LazyTensor(Waiting):
             for piece in self._pieces:
                 piece.source.start(pool)
 
+    def form(self) -> Tensor:
+        """Return a tensor of its shape, dtype and device, for what looks at these alone: zeros, unless it was read."""
+        return torch.zeros_like(self._host, device=self.device) if self._moved is None else self._moved
+
     @property
     def is_read(self) -> bool:
         """Whether its values were needed here, or those of a copy."""

@@ -23,7 +23,16 @@ import torch
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.lazy import LazyTensor, Waiting, on_device
-from lightning_mm5d.data.packed_images import REMEDY, PackedTokens, Path, counted_ways, kind_of, packed_rows
+from lightning_mm5d.data.packed_images import (
+    REMEDY,
+    PackedTokens,
+    Path,
+    asked_ways,
+    counted_ways,
+    kind_of,
+    owns_other_rows,
+    packed_rows,
+)
 from lightning_mm5d.layout.layout import even_lengths
 
 # Where tensors disagree on dim 0, the first of these names on which they do agree says what a sample is.
@@ -88,7 +97,7 @@ def batch_samples(batch: Any) -> int | None:
     if not arrays:
         sizes = {len(value) for _, value in leaves(batch) if is_plain_sequence(value)}
     if len(sizes) > 1:
-        counts = {len(way) for way in counted_ways(arrays) if sizes <= {len(way), sum(way)}}
+        counts = {len(way) for way in counted_ways(arrays).values() if sizes <= {len(way), sum(way)}}
         return counts.pop() if len(counts) == 1 else None
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -323,6 +332,7 @@ def _plan(batch: Any, samples: int, ends: list[int], tokens: PackedTokens) -> di
     for scope in _scopes(fields):
         rows |= packed_rows(scope, samples, tokens)
     cuts, unresolved = {}, {}
+    counts = {path: way for path, way in counted_ways(fields).items() if len(way) == samples}
     for path, value in fields.items():
         name = path[-1] if path else None
         mrope = name == "position_ids" and is_array(value) and value.ndim == 3
@@ -331,13 +341,12 @@ def _plan(batch: Any, samples: int, ends: list[int], tokens: PackedTokens) -> di
             cuts[path] = _Cut(0, [row_ends[end] for end in ends], packed=True)
         elif mrope and value.shape[1] == samples:  # Qwen's [3 or 4, B, S]
             cuts[path] = _Cut(1, ends, packed=False)
-        elif len(value) == samples:
+        elif len(value) == samples and not (is_array(value) and owns_other_rows(path, value, counts)):
             cuts[path] = _Cut(0, ends, packed=False)
         elif (is_array(value) or _is_ragged(value)) and not (name == "position_ids" and len(value) == 1):
             unresolved[path] = value
-    counts = [way for way in counted_ways(fields) if len(way) == samples] if unresolved else []
     for path, value in list(unresolved.items()):
-        ways = [way for way in counts if sum(way) == len(value) and is_array(value)]
+        ways = [way for way in asked_ways(path, fields, counts) if sum(way) == len(value) and is_array(value)]
         if ways and all(way == ways[0] for way in ways):
             row_ends = list(accumulate(ways[0], initial=0))
             cuts[path] = _Cut(0, [row_ends[end] for end in ends], packed=False)

@@ -13,7 +13,7 @@ Shapes: B batch (samples), S sequence, N items of one kind.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -134,20 +134,54 @@ def packed_rows(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) 
     return rows
 
 
-def counted_ways(fields: Mapping[Path, Any]) -> list[list[int]]:
+def counted_ways(fields: Mapping[Path, Any]) -> dict[Path, list[int]]:
     """Return what integers of a batch say of how many rows each sample has: ``counts``, ``num_boxes``, ``n_images``.
 
     Without such a name they are known as the second of a pair, ``(images, counts)``, inside of the batch.
     """
-    found = []
+    found = {}
     for path, value in fields.items():
         if not isinstance(value, torch.Tensor) or value.ndim != 1 or value.is_floating_point() or not path:
             continue
         owner, step = path[:-1], path[-1]
         is_second = bool(owner) and step == 1 and sum(other[: len(owner)] == owner for other in fields) == 2
         if value.dtype != torch.bool and (is_second or _COUNTS.search(str(step))):
-            found.append(value.tolist())
-    return [way for way in found if all(count >= 0 for count in way)]
+            found[path] = value.tolist()
+    return {path: way for path, way in found.items() if all(count >= 0 for count in way)}
+
+
+def ways_of(path: Path, ways: Mapping[Path, list[int]]) -> dict[Path, list[int]]:
+    """Return those of `ways`, by the fields that say them, whose names are about the field `path`.
+
+    ``num_images`` is about ``images``, and about ``pixel_values``, which hold images.
+    """
+    words = _words(path)
+    return {counts: way for counts, way in ways.items() if words & _words(counts)}
+
+
+def asked_ways(path: Path, fields: Mapping[Path, Any], ways: Mapping[Path, list[int]]) -> Collection[list[int]]:
+    """Return the counts that may say whose rows a field holds: those of its name, else those of no field's name."""
+    others = {counts for other in fields if other not in ways for counts in ways_of(other, ways)}
+    unnamed = [way for counts, way in ways.items() if counts not in others]
+    return ways_of(path, ways).values() or unnamed or ways.values()
+
+
+def owns_other_rows(path: Path, value: Any, ways: Mapping[Path, list[int]]) -> bool:
+    """Whether samples own other rows than one each of an array that has as many rows as samples by chance.
+
+    Images, [N, C, H, W], do where counts say so. What may be padded to one row a sample does not, [B, items, ...].
+    """
+    is_image = value.ndim == 4 and "image" in _words(path)
+    said = ways_of(path, ways).values() if value.ndim > 1 and path not in ways else ()
+    return any(sum(way) == len(value) and {*way} != {1} and (is_image or max(way) > value.shape[1]) for way in said)
+
+
+def _words(path: Path) -> set[str]:
+    """The things that a field is about, in the singular, by its name; ``image`` and ``audio`` of all their names."""
+    name = str(path[-1]) if path else ""
+    words = {word.removesuffix("s") for word in re.split(r"[^a-z]+", _COUNTS.sub("_", name.lower()))}
+    found = {_SYNONYMS.get(word, "audio" if word == "sound" else word) for word in words} | {kind_of(name) or ""}
+    return found - {"", "input", "value"}
 
 
 def _members(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) -> dict[str, dict[Path, Any]]:

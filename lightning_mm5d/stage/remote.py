@@ -23,8 +23,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_mm5d.config.errors import RemoteParameterError, private
+from lightning_mm5d.data.lazy import LazyTensor
 from lightning_mm5d.data.random_state import CPU, kept_random_state
 from lightning_mm5d.partition.parts import at, hidden_place
 from lightning_mm5d.sharded.remote_value import (
@@ -191,8 +193,10 @@ class ShapeMemory:
     def computed(self, module: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return ``original(*args, **kwargs)``, computed of NaN; buffers and random state stay as they are.
 
+        Lazy tensors are not loaded for it.
         Code that looks at values (a router, a check for NaN) may fail on NaN; then it is computed of ones.
         """
+        args, kwargs = tree_map_only(LazyTensor, LazyTensor.form, (args, kwargs))
         try:
             return self._computed(module, original, args, kwargs)
         except Exception:

@@ -425,3 +425,36 @@ def test_a_microbatch_that_is_dealt_only_samples_without_rows_has_an_empty_tenso
     assert torch.equal(full.batch["images"], rows)
     assert empty.batch["images"].shape == (0, 3)
     assert empty.batch["num_images"].tolist() == [0, 0]
+
+
+def test_images_are_counted_where_there_are_by_chance_as_many_as_samples() -> None:
+    images, counts = numbered(4, 3, 8, 8), torch.tensor([0, 3, 1, 0])
+    ids = torch.arange(8).reshape(4, 2)
+    for name in ("images", "pixel_values"):
+        first, last = split({name: images, "num_images": counts, "input_ids": ids}, 2)
+        assert torch.equal(first.batch[name], images[:3])
+        assert torch.equal(last.batch[name], images[3:])
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 5), (4, 3, 1, 8, 8)], ids=str)
+def test_images_that_are_padded_to_one_row_a_sample_are_not_counted(shape: tuple[int, ...]) -> None:
+    images, counts = numbered(*shape), torch.tensor([0, 3, 1, 0])
+    batch = {"images": images, "num_images": counts, "input_ids": torch.arange(8).reshape(4, 2)}
+    assert torch.equal(split(batch, 2)[0].batch["images"], images[:2])
+
+
+def test_a_count_of_another_modality_that_adds_up_to_as_much_is_not_asked() -> None:
+    images, sounds = numbered(5, 3, 8, 8), numbered(5, 6, 8)
+    counts, others = torch.tensor([3, 0, 1, 1]), torch.tensor([1, 2, 0, 2])
+    batch = {"pixel_values": images, "num_images": counts, "input_features": sounds, "audio_lengths": others}
+    first, last = split(batch | {"labels": torch.arange(4)}, 2)
+    assert [len(first.batch["pixel_values"]), len(first.batch["input_features"])] == [3, 3]
+    assert torch.equal(last.batch["pixel_values"], images[3:])
+
+
+@pytest.mark.parametrize("name", ["num_sounds", "n_waves"])
+def test_a_count_that_is_named_after_another_field_is_asked_for_that_alone(name: str) -> None:
+    batch = {"pixel_values": numbered(5, 3, 8, 8), "input_features": numbered(5, 6, 8), "labels": torch.arange(4)}
+    batch |= {"num_images": torch.tensor([3, 0, 1, 1]), name: torch.tensor([0, 1, 3, 1])}
+    first, _ = split(batch, 2)
+    assert [len(first.batch["pixel_values"]), len(first.batch["input_features"])] == [3, 1]

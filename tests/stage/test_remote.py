@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from lightning_mm5d import LazyTensor
 from lightning_mm5d.sharded.remote_value import Guard, Origin
 from lightning_mm5d.stage import drop_parameters, is_placeholder
 from lightning_mm5d.stage.remote import ShapeMemory
@@ -56,3 +57,13 @@ def test_no_kernel_gets_a_placeholder_without_memory() -> None:
     assert is_placeholder(module.weight)
     with torch._C.DisableTorchFunctionSubclass():
         assert module.weight.untyped_storage().nbytes() == 4
+
+
+def test_what_a_remote_module_returns_is_known_without_loading_its_items() -> None:
+    module, guard = nn.Conv1d(3, 4, 2), Guard(lambda path: "rank 1")
+    drop_parameters(module, ["weight", "bias"], torch.device("cpu"), guard)
+    lazy = LazyTensor(lambda: 1 / 0, (2, 3, 8))
+    with guard.dry_run():
+        result = ShapeMemory().placeholder(module, Origin("conv", guard), module.forward, (lazy,), {})
+    assert result.shape == (2, 4, 7)
+    assert not lazy.is_read

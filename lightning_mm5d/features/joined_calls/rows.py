@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from lightning_mm5d.data.lazy import Waiting
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.sharded.tensor import Sharded
@@ -95,7 +96,8 @@ def joined_rows(calls: Sequence[RowCall]) -> tuple[tuple, dict[str, Any]]:
         if not isinstance(first, Tensor):
             found[key] = first
         elif _has_rows(column, calls):
-            found[key] = torch.cat(column)
+            # lazy tensors are read first: what joins them would load them for itself
+            found[key] = torch.cat([one.moved() if isinstance(one, Waiting) else one for one in column])
         elif all(is_same_argument(one, first) for one in column):
             found[key] = first
         else:

@@ -42,6 +42,8 @@ from lightning_mm5d.data.microbatch import batch_samples, leaves
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course, Moment, Recorder, moment, seconds_between
 from lightning_mm5d.features.throughput.flop_count import FlopCount
 from lightning_mm5d.partition import Partition
+from lightning_mm5d.partition.parts import is_in
+from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.removable import put
@@ -66,7 +68,7 @@ class ModalityThroughput(Callback):
     ``tokens_per_sec``                             tokens, padding included, that enter the first layer of a modality
     ``flops_per_sec``                              flops of the model, forwards and backwards
     ``device/mfu``                                 these by the peak of a device
-    ``device/hfu``                                 the same, with what is computed again
+    ``device/hfu``                                 the same, with what is computed again, or by several ranks
     ``device/bubble_share``                        share of the last step in which ranks wait for others
     ``device/exposed_communication_share``         share after the last backward, until optimizers step
     ============================================== ==================================================================
@@ -147,6 +149,7 @@ class ThroughputFigures(Attached, AroundSteps, AroundStep):
                 self._ranks[place.modality].add(rank)
         self._own = [name for name, ranks in self._ranks.items() if running.rank in ranks]
         self._owners = _owners(running.module, self._partition)
+        self._copies = _copies(running.module, running.plan)
         self._recorder = None if running.is_plain else Recorder(running.device, running.num_microbatches)
         self._recording: AroundStep | None = None  # the recorder, in a step that is logged
         running.engine.around.append(self)
@@ -279,7 +282,7 @@ class ThroughputFigures(Attached, AroundSteps, AroundStep):
         self._tokens.clear()
         self._undo = [put(self._running.engine, "beside", None)]  # copies run in other threads, where nothing counts
         self._undo += [hook for name in self._own for hook in self._hooked(name, self._tokens, each=False)]
-        self._count = FlopCount(self._running.module, self._owners, self._partition.loss_modality)
+        self._count = FlopCount(self._running.module, self._owners, self._copies, self._partition.loss_modality)
         self._count.begin()
 
     def _close(self) -> None:
@@ -404,6 +407,20 @@ def _owners(root: nn.Module, partition: Partition) -> dict[str, str]:
         if path and len(modalities[path]) == 1 and not is_inside:
             found[path] = next(iter(modalities[path]))
     return found
+
+
+def _copies(root: nn.Module, plan: Plan) -> dict[str, int]:
+    """How many tensor parallel ranks compute each module in full, where none shares a part of it."""
+    degrees = {name: plan.layout.sizes(name).tp for name, one in plan.modalities.items() if one.tensor.tp_mode == "1d"}
+    in_parts = {*plan.division.shards, *plan.division.shared}
+    found: dict[str, int] = {}
+    for path, module in root.named_modules() if max(degrees.values(), default=1) > 1 else ():
+        names = [f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters()]
+        ranks = {degrees.get(stage.modality, 1) for name in names for stage in plan.partition.owners.get(name, ())}
+        is_shared = not in_parts.isdisjoint(names) or any(is_in(one, path) for one in plan.experts)
+        if path and len(ranks) == 1 and not is_shared:
+            found[path] = ranks.pop()
+    return {path: number for path, number in found.items() if number > 1}
 
 
 def _peak(trainer: pl.Trainer, module: pl.LightningModule) -> float | None:

@@ -2,11 +2,13 @@
 
 `FlopCount` sees the operations of a step, forwards and backwards, as torch's ``FlopCounterMode`` does, and takes that
 one's formulas. So frozen parts, adapters, active experts, images of any size and shards of layers count as computed.
-It differs in two ways:
+It differs in three ways:
 
 - Attention counts the pairs that its mask allows. A backward of fused attention is twice its forward, and what the
   kernel computes of the scores again is recomputation.
 - What a backward computes with gradients switched on is a forward that runs again: recomputation.
+- What several ranks compute on equal inputs, such as a layer that tensor parallel ranks do not share, is computed once
+  by all of them together; the rest is recomputation.
 
 A rank that runs for other ranks' parameters computes placeholders, which do not count.
 """
@@ -17,6 +19,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +29,12 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_mm5d.config.errors import private
 from lightning_mm5d.sharded.remote_value import is_remote
+from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.sharded.torch_internals import Watching, in_backward
 from lightning_mm5d.stage.payload import tensors_in
 
+_Place = tuple[str, int]
+"""a modality, and how many ranks compute the same"""
 _KNOWN = frozenset(("aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "inductor"))
 _aten = torch.ops.aten
 _FORMULAS = {
@@ -43,8 +49,9 @@ class FlopCount(Watching):
     """Is entered around a step.
 
     Args:
-        owners: modality of each module that belongs to one, by its path; of those inside of each other the outermost.
         root: the LightningModule.
+        owners: modality of each module that belongs to one, by its path; of those inside of each other the outermost.
+        copies: how many ranks compute each module on equal inputs, by its path, where these are several.
 
     Attributes:
         base: modality of what is computed outside of these modules.
@@ -54,20 +61,22 @@ class FlopCount(Watching):
 
     supports_higher_order_operators = True
 
-    def __init__(self, root: nn.Module, owners: Mapping[str, str], base: str) -> None:
+    def __init__(self, root: nn.Module, owners: Mapping[str, str], copies: Mapping[str, int], base: str) -> None:
         super().__init__()
-        self.base, self.flops, self.again = base, defaultdict[str, int](int), defaultdict[str, int](int)
-        self._inside: list[str] = []
-        self._from: list[int] = [0]  # numbers of nodes from which on those of a forward belong to another modality
-        self._names: list[str | None] = [None]
-        self._root, self._owners, self._stack, self._told = root, owners, ExitStack(), set[str]()
+        self.base, self.flops, self.again = base, defaultdict[str, float](float), defaultdict[str, float](float)
+        self._inside: list[_Place] = []
+        self._from: list[int] = [0]  # numbers of nodes from which on those of a forward belong to another place
+        self._places: list[_Place | None] = [None]
+        self._root, self._owners, self._copies = root, owners, copies
+        self._stack, self._told = ExitStack(), set[str]()
 
     def begin(self) -> None:
         """Count from now on, on this thread."""
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code hides its operations
-        for path, modality in self._owners.items():
-            module = self._root.get_submodule(path)
-            before = module.register_forward_pre_hook(lambda *_, name=modality: self._push(name))
+        for path in dict.fromkeys((*self._owners, *self._copies)):
+            module, copies = self._root.get_submodule(path), self._copies.get(path, 1)
+            push = partial(self._push, self._owners.get(path), copies)
+            before = module.register_forward_pre_hook(push, with_kwargs=True)
             after = module.register_forward_hook(lambda *_: self._pop(), always_call=True)
             self._stack.callback(before.remove)
             self._stack.callback(after.remove)
@@ -83,25 +92,30 @@ class FlopCount(Watching):
         self._inside.clear()  # a stage may have ended within modules
         self._mark()
 
-    def _push(self, name: str) -> None:
-        self._inside.append(name)
+    def _push(self, name: str | None, copies: int, _: Any, args: Any, kwargs: Any) -> None:
+        outer = self._now()
+        is_part = any(isinstance(one, Sharded) for _, one in tensors_in((args, kwargs)))
+        self._inside.append((name or outer[0], outer[1] if is_part else max(copies, outer[1])))
         self._mark()
 
     def _pop(self) -> None:
         del self._inside[-1:]
         self._mark()
 
+    def _now(self) -> _Place:
+        return self._inside[-1] if self._inside else (self.base, 1)
+
     def _mark(self) -> None:
         if not in_backward():
             self._from.append(private(torch._C._autograd, "_get_sequence_nr")())
-            self._names.append(self._inside[-1] if self._inside else self.base)
+            self._places.append(self._now())
 
-    def _modality(self) -> str:
+    def _place(self) -> _Place:
         node = private(torch._C, "_current_autograd_node")() if in_backward() else None
         if node is not None and not self._inside:
             place = bisect_right(self._from, private(node, "_sequence_nr")())
-            return self._names[place - 1] or self.base
-        return self._inside[-1] if self._inside else self.base
+            return self._places[place - 1] or (self.base, 1)
+        return self._now()
 
     def _flops(self, func: Any, packet: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
         """Flops of an operation, and those of what it computes again."""
@@ -124,11 +138,10 @@ class FlopCount(Watching):
         packet = func._overloadpacket if isinstance(func, torch._ops.OpOverload) else func
         flops, again = self._flops(func, packet, args, kwargs, out)
         if flops and not any(is_remote(one) or one.is_meta for _, one in tensors_in((args, out))):
-            modality = self._modality()
-            if in_backward() and torch.is_grad_enabled():
-                flops, again = 0, flops + again
-            self.flops[modality] += flops
-            self.again[modality] += again
+            modality, copies = self._place()
+            own = 0 if in_backward() and torch.is_grad_enabled() else flops / copies
+            self.flops[modality] += own
+            self.again[modality] += flops + again - own
         return out
 
 

@@ -65,7 +65,7 @@ def read_cluster(path: Path) -> Cluster:
     Raises:
         ConfigError: it cannot be read, or describes none.
     """
-    said = read_configuration(path)
+    said = read_configuration(path, "--cluster")
     numbers = ("flops", "efficiency", "memory_bandwidth")
     _check_keys("cluster", said, ("nodes", "ranks", "memory", "links", *numbers), needed=("nodes", "ranks", "memory"))
     for key in ("nodes", "ranks"):

@@ -117,27 +117,30 @@ def prepare(
     return Source(configs, contents, script, overrides)
 
 
-def read_configuration(config: Path) -> dict[str, Any]:
-    """Return what a YAML file maps.
+def read_configuration(config: Path, option: str = "CONFIG") -> dict[str, Any]:
+    """Return what a YAML file maps, which `option` names.
 
     Raises:
         ConfigError: the file cannot be read, is no YAML, gives a key twice, or maps nothing.
     """
     if config.suffix == ".py":
         rule = "A configuration is a YAML file, and this is a script"
-        raise ConfigError("CONFIG", str(config), rule, f"Name the YAML file, and add --script {config}")
+        raise ConfigError(option, str(config), rule, f"Name the YAML file, and add --script {config}")
     try:
         content = yaml.load(config.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
     except OSError as error:
-        raise ConfigError("CONFIG", str(config), f"It cannot be read: {error.strerror}", "Name a YAML file") from error
+        raise ConfigError(option, str(config), f"It cannot be read: {error.strerror}", "Name a YAML file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("CONFIG", str(config), f"It is no YAML: {error}", "Correct it there") from error
+        raise ConfigError(option, str(config), f"It is no YAML: {error}", "Correct it there") from error
     if isinstance(content, dict) and "trainer" in content and not isinstance(content["trainer"], dict):
         rule = "It maps settings of the trainer, such as devices and strategy, to their values"
         raise ConfigError("trainer", content["trainer"], rule, "Leave the key out, or name a setting under it")
     if not isinstance(content, dict):
-        rule = "A configuration maps keys such as trainer, model and data to settings"
-        raise ConfigError("CONFIG", str(config), rule, "Name a configuration of a LightningCLI")
+        rule, fix = "It maps keys to values", "Write them there as key: value"
+        if option == "CONFIG":
+            rule = "A configuration maps keys such as trainer, model and data to settings"
+            fix = "Name a configuration of a LightningCLI"
+        raise ConfigError(option, str(config), rule, fix)
     return content
 
 

@@ -1,11 +1,13 @@
 """What the commands know of a job's training step, for estimates of its memory.
 
-The first microbatch of the training data, on which layers are measured and whose activations are counted.
+One microbatch of the first batch of the training data, on which layers are measured and whose activations are counted.
+Samples have unlike numbers of images: for times it is the microbatch nearest to the mean, for memory the fullest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from types import SimpleNamespace
@@ -16,7 +18,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.batches import LoaderBatches
-from lightning_mm5d.data.microbatch import copied
+from lightning_mm5d.data.microbatch import Microbatch, copied, leaves
+from lightning_mm5d.data.packed_images import Path
 from lightning_mm5d.features.refusals.feature import dependence, remade
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.tools.cli.job import Job
@@ -27,17 +30,18 @@ from lightning_mm5d.tools.planner.rank_memory import Step
 from lightning_mm5d.trainer.batch_parts import BatchParts
 
 
-def first_microbatch(job: Job, *, prepares: bool = True) -> Any:
-    """Return the first microbatch of the training data, on the device that the module is on.
+def first_microbatch(job: Job, *, prepares: bool = True, fullest: bool = False) -> Any:
+    """Return a microbatch of the first batch of the training data, on the device that the module is on.
 
     Args:
         job: with a module.
         prepares: whether the data are prepared first, which may download them.
+        fullest: whether it is the one with the most elements, and not the one nearest to the mean.
     """
     module, parts = job.module, _first_parts(job, prepares=prepares)
     assert module is not None
     dtype: Any = module.dtype
-    part = parts[0].batch
+    part = (max(parts, key=lambda one: sum(_elements(one).values())) if fullest else _usual(parts)).batch
     part = module.transfer_batch_to_device(module.on_before_batch_transfer(part, 0), module.device, 0)
     if dtype != torch.float32:  # as the precision plugins of Lightning do where the module is not 32-bit
         part = apply_to_collection(part, torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one)
@@ -45,7 +49,7 @@ def first_microbatch(job: Job, *, prepares: bool = True) -> Any:
 
 
 def first_samples(job: Job) -> tuple[int, int]:
-    """Return how many samples the first batch of the training data has, and its first microbatch.
+    """Return how many samples the first batch of the training data has, and its microbatch nearest to the mean.
 
     Raises:
         ConfigError: there are no training data, or their first batch fails.
@@ -55,7 +59,24 @@ def first_samples(job: Job) -> tuple[int, int]:
     except Exception as error:  # a user's code
         rule = f"Tokens and images are counted in the first batch of the training data, which fails: {error}"
         raise ConfigError("data", None, rule, "Add data: with samples of the usual sizes") from error
-    return sum(part.samples for part in parts), parts[0].samples
+    return sum(part.samples for part in parts), _usual(parts).samples
+
+
+def _elements(part: Microbatch) -> Counter[Path]:
+    """How many elements the tensors of a microbatch have, by field."""
+    return Counter({path: one.numel() for path, one in leaves(part.batch) if isinstance(one, torch.Tensor)})
+
+
+def _usual(parts: Sequence[Microbatch]) -> Microbatch:
+    """The microbatch nearest to the mean, the first of equal ones; before those that lack what others have."""
+    sizes = [_elements(part) for part in parts]
+    mean = {path: total / len(parts) for path, total in sum(sizes, Counter[Path]()).items()}
+
+    def distance(number: int) -> tuple[int, float]:
+        own = sizes[number]
+        return sum(not own[path] for path in mean), sum(abs(own[path] / mean[path] - 1) for path in mean)
+
+    return parts[min(range(len(parts)), key=distance)]
 
 
 def _first_parts(job: Job, *, prepares: bool) -> Any:
@@ -106,7 +127,7 @@ def step_of(job: Job, plan: Plan, traced: Callable[[Plan], Trace] | None = None)
         notes.append(f"The states of optimizers are not counted: configure_optimizers fails here ({reason(error)})")
     found: Trace | None = None
     try:
-        found = (traced or tracer(job))(plan)
+        found = (traced or tracer(job, fullest=True))(plan)
     except Exception as error:  # a user's code
         notes.append(f"Activations are not counted: a step without memory fails here ({reason(error)})")
     step = Step(
@@ -127,11 +148,11 @@ def may_share(step: Step) -> bool:
     return bool(optimizers) and all(dependence(one) == (False, False) for one in optimizers)
 
 
-def tracer(job: Job) -> Callable[[Plan], Trace]:
-    """Return what traces the step of a job on the ranks of a plan; its first microbatch is loaded once."""
+def tracer(job: Job, *, fullest: bool = False) -> Callable[[Plan], Trace]:
+    """Return what traces the step of a job on the ranks of a plan; its microbatch is loaded once."""
     module, dtype = job.module, _AUTOCAST.get(job.precision)
     context: Any = nullcontext if dtype is None else partial(torch.autocast, "cpu", dtype=dtype)
-    batch = cache(partial(first_microbatch, job, prepares=False))
+    batch = cache(partial(first_microbatch, job, prepares=False, fullest=fullest))
 
     def traced(plan: Plan) -> Trace:
         assert module is not None

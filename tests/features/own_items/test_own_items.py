@@ -72,6 +72,22 @@ EYES = Layout({"vision": Modality(dp_size=2, **VISION), "language": Modality(**L
 """two encoder replicas, which take turns with microbatches: ranks 0-1; language: rank 2"""
 
 
+CALLS = Layout({"vision": Modality(microbatches_per_call=2, **VISION), "language": Modality(**LANGUAGE)}, 2)
+"""vision, whose calls are joined: rank 0; language: rank 1"""
+
+
+def of_images(run: Run) -> Any:
+    return train(run)[3]
+
+
+def test_joined_calls_load_no_item_twice() -> None:
+    """vision: rank 0; language: rank 1"""
+    own, others = together(CALLS, of_images, limit=120)
+    epochs = 2 * len(IMAGES)
+    assert epochs <= len(own) <= epochs + 8, "but for the first batch, which is compared"
+    assert not others
+
+
 def assert_equal(got: Any, expected: Any) -> None:
     torch.testing.assert_close(got[0], expected[0], rtol=0, atol=0, equal_nan=True)
     assert got[1] == expected[1]

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from features.shared_experts.families import FAMILIES
 from features.throughput.counted_runs import Kept, by_sample, counted, one_process
-from features.toys import PAIR, Run, Samples, Toy, alone, together
+from features.toys import PAIR, WIDTH, Layout, Run, Samples, Toy, alone, together
 from lightning_mm5d import Modality, ModalityThroughput
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.groups import with_fields
@@ -77,6 +78,7 @@ RUNS = {
     "plain replicas": Counting("llava", {"model": {"dp_size": 2}}, 2, 2, options={"num_microbatches": 1}),
     "frozen language": Counting("llava", {"vision": {}, "language": {}}, 2, frozen="language"),
     "adapters": Counting("llama_tied", {"model": {"pp_size": 2}}, 2, is_adapted=True),
+    "adapters on tp 2": Counting("llama_tied", {"model": {"tp_size": 2}}, 2, is_adapted=True),
     "checkpointed": Counting("llava", {"vision": {}, "language": {"activation_checkpointing": "full"}}, 2),
     "side by side": Counting("llama_tied", {"model": {"tp_size": 2, "interleaved_microbatches": 2}}, 2),
     "split backwards": Counting(
@@ -125,6 +127,40 @@ def test_recomputation_counts_in_hfu_alone() -> None:
     assert again_in_backward == pytest.approx(again.pop("language/hardware") - plain.pop("language/hardware"))
     assert 0.2 < again_in_backward / plain["language/flops"] < 1 / 3  # a forward, without the head's
     assert again == pytest.approx(plain, rel=1e-9)
+
+
+class Gated(nn.Module):
+    """A layer without a tensor parallel plan: what comes of its first product has two uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate, value = self.mixing(hidden).chunk(2, dim=-1)
+        return hidden + self.out(gate.sigmoid() * value)
+
+
+class Unshared(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder.layers = nn.ModuleList([Gated() for _ in range(4)]).double()
+
+
+def unshared(run: Run) -> Any:
+    kept = Kept()
+    run.trainer(callbacks=[kept], log_every_n_steps=1, max_epochs=1).fit(Unshared(), run.training(24, 8))
+    return [by_sample(one) for one in kept.logged if "samples_per_sec" in one]
+
+
+def test_layers_that_tensor_parallel_ranks_compute_in_full_count_once(tmp_path: Any) -> None:
+    """vision: rank 0; language, whose layers have no plan: ranks 1-2 with all of them"""
+    language = with_fields(PAIR.modalities["language"], tp_size=2)
+    flops, _ = one_process(Unshared(), next(iter(DataLoader(Samples(8), batch_size=8))))
+    layout = Layout({**PAIR.modalities, "language": language}, 3)
+    for got in together(layout, unshared, tmp_path)[0]:
+        assert got["flops"] == pytest.approx(flops / 8, rel=1e-6)
+        assert got["hardware"] == pytest.approx((got["vision/flops"] + 2 * got["language/flops"]), rel=1e-6)
 
 
 def batches_of_any_size(run: Run) -> Any:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.tools.cli.configuration import prepare
 from lightning_mm5d.tools.cli.elastic_layouts import elastic_layout, with_layout
-from lightning_mm5d.tools.cli.estimates import tracer
+from lightning_mm5d.tools.cli.estimates import first_microbatch, first_samples, tracer
 from lightning_mm5d.tools.cli.job import Job, is_elastic, load, settle
 from lightning_mm5d.tools.cli.main import main
 from parity.harness import strategy
@@ -177,6 +177,26 @@ def test_each_trace_of_a_step_has_the_whole_batch() -> None:
     job = Job(made, Takes(), modalities)
     traced, plan = tracer(job), made.plan(Takes())
     assert traced(plan).reached == traced(plan).reached == {name for name, _ in Takes().named_parameters()}
+
+
+class Unlike(Takes):
+    """Its samples have unlike numbers of images, the first two none."""
+
+    def train_dataloader(self) -> Any:
+        counts = torch.tensor([0, 0, 1, 1, 2, 0, 4, 4])
+        batch = {"images": torch.ones(int(counts.sum()), 3, 2, 2), "num_images": counts, "labels": torch.ones(8)}
+        return DataLoader([batch], batch_size=None)
+
+
+def test_times_are_those_of_a_usual_microbatch_and_memory_that_of_the_fullest() -> None:
+    modalities = {"model": Modality()}
+    made = strategy(modalities, num_microbatches=4)
+    settle(made, 1, 1)
+    job = Job(made, Unlike(), modalities)
+    usual, fullest = first_microbatch(job), first_microbatch(job, fullest=True)
+    assert usual["num_images"].tolist() == [1, 1]
+    assert fullest["num_images"].tolist() == [4, 4]
+    assert first_samples(job) == (8, 2)
 
 
 def test_other_ranks_than_the_configured_ones_get_a_layout_with_as_many_samples_of_a_step(

@@ -81,3 +81,11 @@ def test_links_of_two_processes_are_measured_here(tmp_path: Path, capfd: pytest.
     assert found.inside.bandwidth > 1e6
     assert 0 <= found.inside.overhead < 1
     assert yaml.safe_load(capfd.readouterr().out)["nodes"] == 1
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "nodes: [1"], ids=["nothing", "a list", "no YAML"])
+def test_a_file_that_maps_nothing_is_told_of_by_its_option(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"--cluster: got '{file}'"):
+        read_cluster(file)
