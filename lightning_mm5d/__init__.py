@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from wrapt import register_post_import_hook
 
-from lightning_mm5d.config.converters import Configuration, register_converter
+from lightning_mm5d.config.features import Configuration, register_converter
 from lightning_mm5d.config.one_lightning import OtherName
 
 if TYPE_CHECKING:

@@ -18,11 +18,14 @@ The core imports no feature. It goes through this list, in this order, and calls
 
 A feature that has one of these files alone is that file, under its own name. One that is not there is left out, and a
 field of its own that is set is refused: deleting a folder deletes a feature.
+
+Converters of other systems' configurations are no features: what reads these registers itself (`register_converter`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -189,3 +192,34 @@ def _spec(feature: Registered) -> ModuleSpec | None:
         if error.name != _PACKAGES:
             raise
         return None
+
+
+# --- converters ---
+
+Configuration = str | os.PathLike[str] | Mapping[str, Any]
+"""A file, or what such a file holds."""
+Converter = Callable[[Configuration, Mapping[str, Any]], dict[str, Any]]
+"""Called with a configuration and arguments in place of converted ones, returns the arguments of the strategy."""
+
+_CONVERTERS: list[Converter] = []
+
+
+def register_converter(converter: Converter) -> None:
+    """Let `converter` read the configurations of other systems; the one that is registered last does."""
+    _CONVERTERS.append(converter)
+
+
+def converted(config: Configuration, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the strategy that a configuration of another system asks for.
+
+    Args:
+        config: of the other system.
+        given: arguments that take the place of converted ones.
+
+    Raises:
+        ConfigError: the configuration cannot be converted, or nothing is registered that converts it.
+    """
+    if not _CONVERTERS:
+        rule = "Nothing is registered that reads the configurations of other systems"
+        raise ConfigError("config", str(config), rule, "Call register_converter, or give the arguments themselves")
+    return _CONVERTERS[-1](config, given)

@@ -35,8 +35,8 @@ from wrapt import register_post_import_hook
 
 from lightning_mm5d.checkpoint.full_file import FullFileIO
 from lightning_mm5d.checkpoint.module_state import equalize, is_partial, load_local
-from lightning_mm5d.config.converters import converted
 from lightning_mm5d.config.errors import ConfigError, other_package, private
+from lightning_mm5d.config.features import converted
 from lightning_mm5d.data.random_state import CPU, kept_random_state, unpack_states
 from lightning_mm5d.data.replica_view import is_shown, seen_replica
 from lightning_mm5d.data_parallel.main_parameters import convert, give_main

@@ -173,8 +173,8 @@ def _converted(source: str, table: tuple[Knob, ...], given: Mapping[str, Any]) -
     return draft.conversion(source)
 
 
-def convert_precision(draft: Draft, default: str = "fp16") -> None:
-    """Say `precision`, and that scalers do nothing without float16."""
+def convert_precision(draft: Draft, default: str = "fp16", *, has_main: bool = True) -> None:
+    """Say `precision`, with main parameters where the plugin has them, and that scalers do nothing without float16."""
     known = {"fp16": "16-mixed", "bf16": "bf16-true", "fp32": "32-true"}
     about = "" if draft.get("precision") else f"By default {default!r}"
     if about and "precision" in draft.given:
@@ -182,8 +182,11 @@ def convert_precision(draft: Draft, default: str = "fp16") -> None:
     said = draft.choice("precision", list(known), default)
     assert said is not None
     draft.put("precision", "trainer.precision", known[said], about)
-    if said == "bf16":
+    if said == "bf16" and has_main:
         draft.put("precision", "strategy.numerics.main_params", "float32")
+    if not has_main:
+        about = "Parameters are updated as they are" if said != "fp16" else "16-mixed has parameters in float32"
+        draft.leave("master_weights", "costs" if said == "fp16" else "always", about)
     if said != "fp16":
         for knob in SCALER[:-1]:
             if knob.name in draft.given:
@@ -292,17 +295,18 @@ def _convert_communication(draft: Draft) -> None:
         draft.leave_rest(["cpu_offload", "communication_dtype"], "always", "It is read with ZeRO alone")
     if shares and draft.get("cpu_offload", False):
         draft.put("cpu_offload", "modality.memory.offload", "optimizer")
-    _convert_dtypes(draft, shares=shares)
+    convert_dtypes(draft, shares=shares)
 
 
-def _convert_dtypes(draft: Draft, *, shares: bool) -> None:
+def convert_dtypes(draft: Draft, *, shares: bool) -> None:
+    """Say in which dtypes numbers travel; `shares` tells whether ranks share parameters."""
     if draft.get("fp8_communication", False):
         rings = draft.modality.get("tensor", {}).get("sequence_parallel") == "ring"  # whose rows travel as they are
         for kind in ("parameters", "payloads", *([] if rings else ["tensor_parallel"])):
             draft.put("fp8_communication", f"modality.communication.communication_dtype.{kind}", "float8_e4m3fn")
         draft.put("fp8_communication", "modality.communication.communication_dtype.gradients", "float8_e5m2")
-    said = draft.get("communication_dtype")
-    if said is None or not shares:
+    said = draft.get("communication_dtype") if shares else None
+    if said is None:
         return
     name = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(str(said), str(said).removeprefix("torch."))
     if name == "float16":

@@ -19,7 +19,7 @@ import yaml
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.config.groups import OF_STRATEGY, in_groups
-from lightning_mm5d.tools.convert import colossalai, cornstarch, mindformers
+from lightning_mm5d.tools.convert import colossalai, cornstarch, mindformers, replicas
 from lightning_mm5d.tools.convert.knobs import Conversion, Effect, Entry, Knob
 from lightning_mm5d.tools.convert.python_source import read_python, refuse_unread
 
@@ -80,6 +80,7 @@ def _one_line(text: str) -> str:
 PLUGINS: dict[str, tuple[Callable[[Mapping[str, Any]], Conversion], Sequence[Knob]]] = {
     "HybridParallelPlugin": (colossalai.convert_hybrid, colossalai.KNOBS),
     "MoeHybridParallelPlugin": (colossalai.convert_moe, colossalai.MOE_KNOBS),
+    **replicas.PLUGINS,
     "MultimodalParallelPlugin": (cornstarch.convert_multimodal, cornstarch.KNOBS),
     "EncodersColocatedMultimodalParallelPlugin": (cornstarch.convert_colocated, cornstarch.KNOBS),
     "HeterogeneousParallelPlugin": (cornstarch.convert_unlike, cornstarch.UNLIKE_KNOBS),
@@ -209,6 +210,8 @@ def _of_python(text: str, file: str) -> Conversion:
     names, calls = read_python(text, file, _MAKERS)
     _refuse_expansion([names, *(call.arguments for call in calls)], _parts_of_value, file)
     plugins = [call for call in calls if call.name in PLUGINS]
+    # scripts that choose one at the start make plugins for replicas beside the one that shards
+    plugins = [call for call in plugins if call.name not in replicas.PLUGINS] or plugins
     whole = [call for call in plugins if call.name != "ModalParallelPlugin"] or plugins
     if len(whole) > 1:
         lines = ", ".join(f"{call.name} in line {call.line}" for call in whole)

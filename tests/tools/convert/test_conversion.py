@@ -316,3 +316,57 @@ def test_refuses_knobs_that_contradict_each_other(given: dict[str, Any], said: s
         read_configuration(given)
     equal = {"parallel": {"pipeline_stages": 2}, "parallel_config": {"pipeline_stage": 2}}
     assert read_configuration(equal).strategy["modalities"]["model"] == {"pp_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("plugin", "given", "modality", "trainer"),
+    [
+        ("TorchDDPPlugin", {"bucket_cap_mb": 2}, {}, {}),
+        ("LowLevelZeroPlugin", {}, {"sharding": {"zero_stage": 1}}, {"precision": "16-mixed"}),
+        (
+            "LowLevelZeroPlugin",
+            {"stage": 2, "precision": "bf16", "cpu_offload": True, "max_norm": 1.0, "reduce_bucket_size_in_m": 1},
+            {"sharding": {"zero_stage": 2}, "memory": {"offload": "optimizer"}},
+            {"precision": "bf16-true", "gradient_clip_val": 1.0},
+        ),
+        (
+            "GeminiPlugin",
+            {"precision": "bf16", "offload_optim_frac": 1.0, "offload_param_frac": 0.0, "tp_size": 2},
+            {"tp_size": 2, "sharding": {"zero_stage": 3}, "memory": {"offload": ["optimizer"]}},
+            {"precision": "bf16-true"},
+        ),
+        ("GeminiPlugin", {"shard_param_frac": 0.0}, {"sharding": {"zero_stage": 2}}, {"precision": "16-mixed"}),
+    ],
+)
+def test_plugins_for_replicas_say_what_replicas_share(
+    plugin: str, given: dict[str, Any], modality: dict[str, Any], trainer: dict[str, Any]
+) -> None:
+    made = read_configuration({plugin: given} if given else {plugin: {}})
+    assert made.strategy["modalities"]["model"] == modality
+    assert made.trainer == trainer
+    assert {entry.name for entry in made.entries} >= given.keys()
+    is_bf16 = given.get("precision") == "bf16"
+    assert made.strategy.get("numerics", {}) == ({"main_params": "float32"} if is_bf16 else {})
+    MultimodalStrategy(**made.strategy)
+
+
+def test_main_parameters_are_left_out_where_a_plugin_has_none() -> None:
+    made = read_configuration({"LowLevelZeroPlugin": {"precision": "bf16", "master_weights": False}})
+    assert "numerics" not in made.strategy
+
+
+def test_a_stage_that_a_plugin_lacks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"stage: got 3\. The plugin has stages 1 and 2"):
+        read_configuration({"LowLevelZeroPlugin": {"stage": 3}})
+
+
+def test_a_script_that_chooses_a_plugin_is_that_of_the_one_which_shards(tmp_path: Path) -> None:
+    chosen = "if kind == 'zero':\n    plugin = LowLevelZeroPlugin(initial_scale=scale)\nelse:\n"
+    (tmp_path / "train.py").write_text(f"{chosen}    plugin = HybridParallelPlugin(tp_size=2, pp_size=1)\n")
+    assert read_configuration(tmp_path / "train.py").source == "ColossalAI HybridParallelPlugin"
+    (tmp_path / "one.py").write_text("plugin = LowLevelZeroPlugin(stage=2, initial_scale=2**5)\n")
+    found = read_configuration(tmp_path / "one.py")
+    assert found.strategy["modalities"]["model"]["sharding"] == {"zero_stage": 2}
+    (tmp_path / "two.py").write_text(f"{chosen}    plugin = GeminiPlugin()\n")
+    with pytest.raises(ConfigError, match="LowLevelZeroPlugin in line 2, GeminiPlugin in line 4"):
+        read_configuration(tmp_path / "two.py")

@@ -12,13 +12,16 @@ import pytest
 
 from lightning_mm5d import Modality, MultimodalStrategy
 from lightning_mm5d.config.groups import OF_MODALITY, OF_STRATEGY, names_of
-from lightning_mm5d.tools.convert import colossalai, cornstarch, mindformers
+from lightning_mm5d.tools.convert import colossalai, cornstarch, mindformers, replicas
 from lightning_mm5d.tools.convert.knobs import Knob
 
 PAGE = Path(__file__).parents[3] / "docs" / "coming_from.md"
 TABLES: dict[str, Sequence[Knob]] = {
     "HybridParallelPlugin": colossalai.KNOBS,
     "MoeHybridParallelPlugin": colossalai.MOE_KNOBS,
+    "TorchDDPPlugin": replicas.DDP_KNOBS,
+    "LowLevelZeroPlugin": replicas.ZERO_KNOBS,
+    "GeminiPlugin": replicas.GEMINI_KNOBS,
     "parallel = dict(...)": colossalai.LEGACY_KNOBS,
     "MultimodalParallelPlugin": cornstarch.KNOBS,
     "ModalParallelPlugin": cornstarch.MODAL_KNOBS,
@@ -40,6 +43,17 @@ ARGUMENTS = {
     "MoeHybridParallelPlugin": HYBRID.replace("pp_size sp", "pp_size ep_size sp")
     .replace(" dp_outside", " moe_dp_outside")
     .replace(" inner_ring_size", ""),
+    "TorchDDPPlugin": "broadcast_buffers bucket_cap_mb find_unused_parameters check_reduction gradient_as_bucket_view "
+    "static_graph fp8_communication",
+    "LowLevelZeroPlugin": f"stage precision {AMP} norm_type reduce_bucket_size_in_m communication_dtype "
+    "overlap_communication overlap_allgather cpu_offload master_weights verbose cast_inputs fp8_communication use_fp8 "
+    "extra_dp_size",
+    "GeminiPlugin": "chunk_config_dict chunk_init_device placement_policy enable_gradient_accumulation max_prefetch "
+    "shard_param_frac offload_optim_frac offload_param_frac warmup_non_model_data_ratio steady_cuda_cap_ratio "
+    "precision master_weights pin_memory force_outputs_fp32 strict_ddp_mode search_range_m hidden_dim "
+    f"min_chunk_size_m memstats gpu_margin_mem_ratio {AMP} norm_type tp_size extra_dp_size enable_all_optimization "
+    "enable_fused_normalization enable_flash_attention enable_sequence_parallelism enable_jit_fused enable_async_reduce use_fp8 verbose "
+    "fp8_communication",
     "MultimodalParallelPlugin": f"encoder_plugins language_model_plugin precision {KERNELS} num_microbatches "
     f"microbatch_size {AMP} parallel_output make_vocab_size_divisible_by",
     "ModalParallelPlugin": "tp_size sp_size sequence_parallelism_mode pipeline_template cpu_offload custom_policy",
