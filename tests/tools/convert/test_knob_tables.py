@@ -52,8 +52,8 @@ ARGUMENTS = {
     "shard_param_frac offload_optim_frac offload_param_frac warmup_non_model_data_ratio steady_cuda_cap_ratio "
     "precision master_weights pin_memory force_outputs_fp32 strict_ddp_mode search_range_m hidden_dim "
     f"min_chunk_size_m memstats gpu_margin_mem_ratio {AMP} norm_type tp_size extra_dp_size enable_all_optimization "
-    "enable_fused_normalization enable_flash_attention enable_sequence_parallelism enable_jit_fused enable_async_reduce "
-    "use_fp8 verbose fp8_communication",
+    "enable_fused_normalization enable_flash_attention enable_sequence_parallelism enable_jit_fused "
+    "enable_async_reduce use_fp8 verbose fp8_communication",
     "MultimodalParallelPlugin": f"encoder_plugins language_model_plugin precision {KERNELS} num_microbatches "
     f"microbatch_size {AMP} parallel_output make_vocab_size_divisible_by",
     "ModalParallelPlugin": "tp_size sp_size sequence_parallelism_mode pipeline_template cpu_offload custom_policy",
