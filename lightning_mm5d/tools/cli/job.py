@@ -90,11 +90,15 @@ def command_line(contents: Sequence[Mapping[str, Any]], options: Sequence[str] =
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Run ``mm5d fit ...``; `arguments` are those of a LightningCLI."""
-    contents = [_content(path) for path in configurations(arguments)[0]]
-    with suppress(ArgumentError):  # which the parser tells itself
-        check_early(contents, arguments[1:])
-    with warnings.catch_warnings():
+    """Run ``mm5d fit ...``; `arguments` are those of a LightningCLI.
+
+    Classes may lie beside a configuration, or in the folder where the command runs.
+    """
+    configs = configurations(arguments)[0]
+    contents = [_content(path) for path in configs]
+    with _importable([*(config.parent for config in configs), Path()]), warnings.catch_warnings():
+        with suppress(ArgumentError):  # which the parser tells itself
+            check_early(contents, arguments[1:])
         warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # they are those of the command line
         command_line(contents, arguments)(args=list(arguments))
 

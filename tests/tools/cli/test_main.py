@@ -321,3 +321,22 @@ def test_training_from_a_file_that_cannot_be_read_is_refused_in_one_line(
     printed = capsys.readouterr().err
     assert printed.startswith(f"mm5d: error: CONFIG: got '{config}'. {words}")
     assert printed.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_training_finds_classes_beside_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lies_beside.py").write_text("from lightning.pytorch.demos.boring_classes import BoringModel as Mine\n")
+    config, before = tmp_path / "config.yaml", [*sys.path]
+    quiet = "logger: false, enable_checkpointing: false, enable_progress_bar: false, enable_model_summary: false"
+    config.write_text(
+        f"trainer: {{accelerator: cpu, devices: 1, fast_dev_run: true, {quiet}}}\n"
+        "model: {class_path: lies_beside.Mine}\n"
+    )
+    monkeypatch.chdir(tmp_path.parent)
+    try:
+        assert main(["fit", "--config", str(config)]) == 0, capsys.readouterr().err
+    finally:
+        sys.modules.pop("lies_beside", None)
+    assert sys.path == before
