@@ -266,7 +266,7 @@ def _settings(tp_size: int, pp_size: int) -> list[dict[str, Any]]:
 
 
 def _planned(module: pl.LightningModule, modalities: Mapping[str, Modality]) -> Plan:
-    strategy = MultimodalStrategy(dict(modalities), num_microbatches=2)
+    strategy = MultimodalStrategy(dict(modalities), batching={"num_microbatches": 2})
     settle(strategy, needed_ranks(modalities), 1)
     return strategy.validate(module)
 
