@@ -65,7 +65,7 @@ def tell_of_ranks(module: nn.Module, step: str, ends_on: int, replicas: int, wor
 def tell_of_counts(owners: Iterable[object], replicas: int, world: int) -> None:
     """Warn on rank 0 of lines of hooks that compute with the number of ranks, or sum over all, as users of DDP do.
 
-    A mean, which divides what is summed over all ranks by their number, is right.
+    A mean, which divides what is summed over all ranks by their number or by another such sum, is right.
 
     Args:
         owners: the LightningModule, its datamodule and callbacks.
@@ -81,7 +81,7 @@ def tell_of_counts(owners: Iterable[object], replicas: int, world: int) -> None:
         sums = [call for call in ast.walk(tree) if isinstance(call, ast.Call) and _is_sum(call, function)]
         terms = [term for term in ast.walk(tree) if isinstance(term, (ast.BinOp, ast.AugAssign))]
         counts = [term for term in terms if any(_is_size(one, sizes) for one in _sides(term))]
-        if sums and any(isinstance(term.op, ast.Div) for term in counts):
+        if sums and (any(isinstance(term.op, ast.Div) for term in counts) or _has_ratio(terms, sums)):
             continue
         for term in counts:
             rank_zero_warn(_COUNTS.format(_where(term, tree, function), world, replicas), stacklevel=4)
@@ -126,6 +126,26 @@ def _is_size(node: ast.AST | None, aliases: frozenset[str] = frozenset()) -> boo
 
 def _sides(node: ast.BinOp | ast.AugAssign) -> tuple[ast.expr, ...]:
     return (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
+
+
+def _has_ratio(terms: Iterable[ast.BinOp | ast.AugAssign], sums: Iterable[ast.Call]) -> bool:
+    """Whether one sum over all ranks is divided by another: ``correct / count``, ``self.sums[0] / self.sums[1]``."""
+    summed = {ast.unparse(call.args[0]) for call in sums if call.args}
+    ratios = [term for term in terms if isinstance(term, ast.BinOp) and isinstance(term.op, ast.Div)]
+    return any(all(_named(side) in summed for side in _sides(term)) for term in ratios)
+
+
+def _named(node: ast.expr) -> str:
+    """The tensor that a number is taken of: ``self.sums`` of ``float(self.sums[0].item())``."""
+    while True:
+        if isinstance(node, ast.Subscript):
+            node = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            node = node.func.value
+        elif isinstance(node, ast.Call) and len(node.args) == 1:
+            node = node.args[0]
+        else:
+            return ast.unparse(node)
 
 
 def _is_sum(node: ast.Call, function: FunctionType) -> bool:
