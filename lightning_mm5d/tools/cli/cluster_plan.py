@@ -90,10 +90,14 @@ def plan(arguments: Namespace, source: Source) -> None:
         rows.append((number, *speeds, f"{bubble:.1%}", f"{one.exposed / seconds:.1%}", words(one.candidate)))
     head = ("", "step (ms)", "samples/s", "fullest rank", "idle", "waits for links", "layout")
     memory = "any" if cluster.memory == sys.maxsize else memory_text(cluster.memory)
+    assumed = (
+        f"\nTimes are those of devices of {cluster.flops:.3g} flops and {cluster.memory_bandwidth:.3g} bytes a second, "
+        "and of usual links: --cluster names those that `mm5d doctor --links` measures"
+    )
     show(
         [
             f"ranks: {cluster.size} on {cluster.nodes} nodes, memory: {memory}, samples of a step: {search.batch}, "
-            f"layouts simulated: {search.tried}",
+            f"layouts simulated: {search.tried}{'' if arguments.cluster else assumed}",
             Table.of(head, rows),
             *([] if run is None else [f"The step that {run.path} shows took {1e3 * run.seconds:.4g} ms"]),
             _own(job, search, found[0]),

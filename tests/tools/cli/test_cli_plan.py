@@ -55,6 +55,7 @@ def test_it_shows_the_best_five_and_what_keeps_the_configured_layout_from_being_
     assert (code, err) == (0, "")
     head, table, own, block = out.rstrip().split("\n\n")
     assert head.startswith("ranks: 4 on 1 nodes, memory: 1.0 GiB, samples of a step: 32")
+    assert "Times are those of devices of 4e+14 flops and 2e+12 bytes a second" in head
     assert [line.split()[0] for line in table.splitlines()[1:]] == ["1", "2", "3", "4", "5"]
     assert "times the step of the best" in own
     said = yaml.safe_load(block)["trainer"]["strategy"]["init_args"]
