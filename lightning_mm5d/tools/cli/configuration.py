@@ -168,12 +168,16 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
     """Refuse a configuration of the strategy that cannot work, whatever the model and the number of ranks.
 
     Raises:
-        ConfigError: at the first field that cannot work.
+        ConfigError: at the first field that cannot work, or where the class is named in place of a strategy.
         ArgumentError: a field is not there, or has a value of another type.
     """
     from jsonargparse import ArgumentError, ArgumentParser
 
     check_numbers(contents, overrides)
+    for said in ((content.get("trainer") or {}).get("strategy") for content in contents):
+        if isinstance(said, str) and said.rpartition(".")[2] == "MultimodalStrategy":
+            fix = "Write strategy: {class_path: lightning_mm5d.MultimodalStrategy}, or strategy: mm5d for replicas"
+            raise ConfigError("trainer.strategy", said, "A text is the name of a strategy that Lightning knows", fix)
     try:
         arguments = [part for content in contents for part in ("--config", _checked(content))]
         arguments += _overriding(overrides)

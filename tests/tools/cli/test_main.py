@@ -323,6 +323,17 @@ def test_training_from_a_file_that_cannot_be_read_is_refused_in_one_line(
     assert printed.count("\n") == 1
 
 
+def test_training_with_the_class_named_as_a_text_is_told_how_to_write_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("trainer: {devices: 2, strategy: lightning_mm5d.MultimodalStrategy}\n")
+    assert main(["fit", "--config", str(config)]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("mm5d: error: trainer.strategy: got 'lightning_mm5d.MultimodalStrategy'.")
+    assert "class_path: lightning_mm5d.MultimodalStrategy" in printed
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_training_finds_classes_beside_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
