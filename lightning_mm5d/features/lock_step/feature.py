@@ -71,14 +71,16 @@ class _Unit:
     Attributes:
         module: that it belongs to.
         method: its name there.
-        path: of the module, for messages.
-        stage: the owner.
+        path: of the callable, for messages.
+        owner: path of the module.
+        stage: that computes it.
         boundary: name of the boundary that it is, None for other callables.
     """
 
     module: nn.Module
     method: str
     path: str
+    owner: str
     stage: StageKey
     boundary: str | None = None
 
@@ -282,13 +284,13 @@ class LockStep(_Uncompiled, AroundUpdates):
             if len(partition.stages[name]) == 1 and not calls_others:
                 stage = self._plan.topology.stage_of[partition.stages[name][0].name]
                 for cut in encoder.boundaries:
-                    found.append(_Unit(root.get_submodule(cut.path), cut.method, cut.name, stage, cut.name))
+                    found.append(_Unit(root.get_submodule(cut.path), cut.method, cut.name, cut.path, stage, cut.name))
         taken = {(unit.module, unit.method) for unit in found}
         for path, module in root.named_modules():
             owner = None if self._is_spread(path) else self._owner(path, module)
             is_callable = type(module).forward is not nn.Module.forward
             if owner is not None and is_callable and (module, "forward") not in taken:
-                found.append(_Unit(module, "forward", path, owner))
+                found.append(_Unit(module, "forward", path, path, owner))
         return found
 
     @functools.cached_property
@@ -426,7 +428,7 @@ class LockStep(_Uncompiled, AroundUpdates):
         """Compute a call where its owner is; `fails` tells the others of an error."""
         if self._rank not in place.ranks[unit.stage]:
             return None
-        before = attributes(unit.module, unit.path) if unit not in self._writes else None
+        before = attributes(unit.module, unit.owner) if unit not in self._writes else None
         try:
             with place.computing():
                 with effects.recorded():
@@ -434,7 +436,7 @@ class LockStep(_Uncompiled, AroundUpdates):
                 if unit.boundary is not None:
                     result = self._runtime.read_fields(unit.boundary, result)
                 if before is not None:
-                    self._writes[unit] = written(before, attributes(unit.module, unit.path))
+                    self._writes[unit] = written(before, attributes(unit.module, unit.owner))
                 kept = [_sent(self._runtime.root, one) for one in self._writes[unit]]
                 use = f"the result of {unit.path}, which several passes share,"
                 return unsharded(map_tensors([result, kept], lambda tensor: settled(tensor, use)))
@@ -461,11 +463,16 @@ class LockStep(_Uncompiled, AroundUpdates):
 
 
 def _sent(root: nn.Module, one: Written) -> list[Any]:
-    """What an attribute holds; nothing where that stays with its rank: objects, and tensors that would take long."""
-    value = vars(root.get_submodule(one[0])).get(one[1])
+    """What an attribute holds; nothing where that stays with its rank: objects, and tensors that would take long.
+
+    Private flags are those of libraries, about the module of this rank: which hooks it has, what it has cached.
+    """
+    path, name, _ = one
+    value = vars(root.get_submodule(path)).get(name)
     if isinstance(value, Tensor):
         return [value] if value.numel() <= _MOST and value.layout == torch.strided else []
-    return [value] if value is None or isinstance(value, (bool, int, float, str)) else []
+    is_plain = value is None or isinstance(value, (bool, int, float, str))
+    return [value] if is_plain and not name.startswith("_") else []
 
 
 def _as_it_is(module: nn.Module, *_: Any) -> Callable[..., Any]:

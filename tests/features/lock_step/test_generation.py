@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import CompileConfig
 
-from features.toys import PIPE, TWINS, Layout, Run, Toy, assert_same, figures, outcomes, together, weights
+from features.toys import PIPE, TWINS, Encoder, Layout, Run, Toy, assert_same, figures, outcomes, together, weights
 from lightning_mm5d import Modality
 from parity.harness import Batches, Recorder, strategy
 from ranks import call_ranks, run_ranks
@@ -279,6 +279,46 @@ def test_a_loop_of_ones_own_gives_the_tokens_of_one_process(layout: Layout) -> N
         one = [rows for batch in found.one["predicted"] for rows in batch]
         assert [len(row) for row in one] != [len(one[0])] * len(one)
     assert_same(found.ranks[0]["weights"], found.one["weights"])
+
+
+class Marked(Encoder):
+    """Keeps a penalty, and a flag that libraries keep of a module's hooks, where a method is called."""
+
+    def encode(self, images: Tensor) -> Tensor:
+        features = self(images)
+        self.penalty, self._is_hooked = features.abs().mean(), True
+        return features
+
+
+class Marking(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        weights = self.encoder.state_dict()
+        self.encoder: Marked = Marked().double()
+        self.encoder.load_state_dict(weights)
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.decoder(batch["tokens"], self.encoder.encode(batch["images"]))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        for scale in (0.5, 1.0):
+            loss = self.loss({**batch, "images": scale * batch["images"]})
+        self.log("val_loss", loss + self.encoder.penalty, sync_dist=True)
+
+
+def marking(run: Run) -> Any:
+    module, trainer = Marking(), run.trainer()
+    trainer.validate(module, run.loader(16), verbose=False)
+    return figures(trainer), hasattr(module.encoder, "_is_hooked")
+
+
+def test_what_a_method_of_an_encoder_keeps_is_read_and_flags_of_its_hooks_stay() -> None:
+    vision = Modality(module="encoder", boundary="encoder.encode")
+    layout = Layout({"vision": vision, "language": Modality(module="decoder")}, 2)
+    found = outcomes(layout, marking, num_microbatches=1)["marking"]
+    for metrics, _ in found.ranks:
+        assert_same(metrics, found.one[0])
+    assert [has for _, has in found.ranks] == [True, False]
 
 
 class Rollout(Toy):
