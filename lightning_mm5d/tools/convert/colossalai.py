@@ -26,6 +26,7 @@ from lightning_mm5d.tools.convert.knobs import (
     results,
     ruled,
     same,
+    with_all_kernels,
 )
 
 _SCALER = "The scaler is the Trainer's: plugins=MixedPrecision('16-mixed', 'cuda', scaler=torch.amp.GradScaler(...))"
@@ -148,9 +149,7 @@ def convert_moe(given: Mapping[str, Any]) -> Conversion:
 
 
 def _converted(source: str, table: tuple[Knob, ...], given: Mapping[str, Any]) -> Conversion:
-    if given.get("enable_all_optimization"):
-        given = {**given, **{knob.name: True for knob in KERNELS}}
-    draft = Draft(table, given)
+    draft = Draft(table, with_all_kernels(given))
     for name in ("tp_size", "pp_size", *(["ep_size"] if table is MOE_KNOBS else [])):
         if name not in draft.given:
             raise draft.refused(name, f"The plugin needs its {name}", "Write 1 for none")
@@ -169,7 +168,6 @@ def _converted(source: str, table: tuple[Knob, ...], given: Mapping[str, Any]) -
         draft.put("dp_outside", "strategy.placement", ["dp", "pp", "cp", "tp"])
     convert_kernels(draft)
     convert_vocabulary(draft)
-    draft.leave_rest(["enable_all_optimization"], "mapped", "It turns on the switches of kernels, which are listed")
     return draft.conversion(source)
 
 

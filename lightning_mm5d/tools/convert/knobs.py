@@ -289,6 +289,14 @@ KERNELS: tuple[Knob, ...] = (
 """In the order of the constructors."""
 
 
+_ALL = "enable_all_optimization"
+
+
+def with_all_kernels(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a plugin's arguments with the switches of kernels that `enable_all_optimization` turns on."""
+    return {**given, **{knob.name: True for knob in KERNELS}} if given.get(_ALL) else given
+
+
 def convert_kernels(draft: Draft) -> None:
     """Say the switches in ours; call it when the modality has its other fields."""
     if draft.get("enable_flash_attention", False):
@@ -300,6 +308,7 @@ def convert_kernels(draft: Draft) -> None:
         name, lambda one: check_features({"modalities": {"": one}}), compile=True
     ):
         draft.put(name, "modality.compute.compile", True)
+    draft.leave_rest([_ALL], "mapped", "It turns on the switches of kernels, which are listed")
 
 
 def choose_kernel(draft: Draft, name: str, kernel: str) -> None:

@@ -22,6 +22,7 @@ from lightning_mm5d.tools.convert.knobs import (
     results,
     ruled,
     same,
+    with_all_kernels,
 )
 
 
@@ -97,9 +98,11 @@ def convert_zero(given: Mapping[str, Any]) -> Conversion:
 
 def convert_gemini(given: Mapping[str, Any]) -> Conversion:
     """Say the arguments of a `GeminiPlugin` in ours; raise ConfigError for what it refuses."""
-    if given.get("enable_all_optimization"):
-        given = {**given, **{knob.name: True for knob in KERNELS}}
-    draft, strict, sequences = Draft(GEMINI_KNOBS, given), "strict_ddp_mode", "enable_sequence_parallelism"
+    draft, strict, sequences = (
+        Draft(GEMINI_KNOBS, with_all_kernels(given)),
+        "strict_ddp_mode",
+        "enable_sequence_parallelism",
+    )
     if draft.get(strict, False):
         draft.put(strict, "modality.sharding.zero_stage", 0)
         draft.leave_rest(["shard_param_frac"], "always", f"{strict} decides")
@@ -119,7 +122,6 @@ def convert_gemini(given: Mapping[str, Any]) -> Conversion:
     draft.leave_rest([sequences], "always", "One rank shares no sequence")
     convert_dtypes(draft, shares=False)
     convert_kernels(draft)
-    draft.leave_rest(["enable_all_optimization"], "mapped", "It turns on the switches of kernels, which are listed")
     return draft.conversion("ColossalAI GeminiPlugin")
 
 
