@@ -106,9 +106,11 @@ class StepWrites:
         if call not in self._own:
             self._own[call] = [(one, []) for one, _ in known[key]]
         for (_, missing), (one, values) in zip(known[key], self._own[call], strict=True):
-            value = _number(root, one) if missing is not None and is_whole else None
-            value = missing if is_whole and value is None else value
-            values.append(None if value is None else unsharded(copies(value)))
+            if missing is None or not is_whole:
+                values.append(None)
+                continue
+            number = _number(root, one)
+            values.append(unsharded(copies(missing if number is None else number)))
 
     def skipped(self, call: str) -> None:
         """From now on, until `restore`, let attributes hold what `call` wrote in another stage, or a remote value."""
@@ -169,7 +171,10 @@ def _number(root: nn.Module, one: Written) -> Tensor | None:
 
 
 def _missing(number: Tensor | None) -> Tensor | None:
-    """What is sent of an attribute that held `number` in the first call and holds none later: payloads stay alike."""
+    """Return NaN in the form of `number`, which an attribute held after the first call.
+
+    It is sent where a later call leaves no number there, because all payloads of a structure have the same tensors.
+    """
     return None if number is None else torch.full_like(number, torch.nan, requires_grad=number.requires_grad)
 
 
