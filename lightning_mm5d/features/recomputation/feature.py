@@ -235,8 +235,9 @@ class Recompute(Removable):
         """Whether a call is differentiated with what autograd would keep of it, and no code around runs it again."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or in_backward() or in_checkpoint():
             return False
-        if any(tensor.requires_grad for _, tensor in tensors_in((args, kwargs))):
-            return True
+        tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
+        if any(tensor.requires_grad for tensor in tensors):
+            return any(map(Tensor.numel, tensors))  # without rows there is nothing to save
         return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
     def _run(

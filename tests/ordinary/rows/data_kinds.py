@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -25,7 +25,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from features.toys import PIXELS, Samples
+from features.toys import PIXELS, WIDTH, Samples
 from ordinary.uses import Ordinary, Run, data, fitted, observed, row
 
 SECTION = "Data"
@@ -204,6 +204,68 @@ fields(
     several_images,
     differs=ROWS,
 )
+
+
+class Attention(nn.Module):
+    """Attends to pixels as encoders of transformers do: images [N, PIXELS] -> features [N, D]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(1, WIDTH)
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        states = self.embedding(images.unsqueeze(-1))
+        shape = (*states.shape[:-1], -1, WIDTH // 2)
+        heads = [linear(states).view(shape).transpose(1, 2) for linear in (self.query, self.key, self.value)]
+        return F.scaled_dot_product_attention(*heads).transpose(1, 2).reshape(states.shape).mean(1)
+
+
+class MostlyTexts(Ordinary):
+    """Samples with and without images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.encoder = Attention().double()
+
+    def forward(self, batch: Any) -> Tensor:
+        features, owner = self.images(batch)
+        summed = features.new_zeros(len(batch["tokens"]), WIDTH).index_add(0, owner, features)
+        return self.decoder(batch["tokens"], summed)
+
+    def images(self, batch: Any) -> tuple[Tensor, Tensor]:
+        counts = batch["num_images"]
+        return self.encoder(batch["images"]), torch.repeat_interleave(torch.arange(len(counts)), counts)
+
+
+class Masked(MostlyTexts):
+    def images(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return self.encoder(batch["images"][batch["is_image"]]), batch["is_image"].nonzero()[:, 0]
+
+
+def without_images(index: int, sample: Any) -> Any:
+    """Samples of the second half of each batch have none."""
+    return {**sample, "images": sample["images"].repeat(3 if index % 8 < 4 else 0, 1)}
+
+
+def with_counts(samples: list[Any]) -> Any:
+    images = [sample.pop("images") for sample in samples]
+    counts = torch.tensor([len(own) for own in images])
+    return {**default_collate(samples), "images": torch.cat(images), "num_images": counts}
+
+
+def with_mask(samples: list[Any]) -> Any:
+    batch = with_counts(samples)
+    images, counts = batch.pop("images"), batch.pop("num_images")
+    is_image = torch.arange(3) < counts.unsqueeze(1)
+    padded = images.new_zeros(*is_image.shape, images.shape[1])
+    padded[is_image] = images
+    return {**batch, "images": padded, "is_image": is_image}
+
+
+fields("texts, some with images: their number is in the batch", without_images, MostlyTexts, with_counts, differs=ROWS)
+fields("texts, some with images: padded, with a mask", without_images, Masked, with_mask)
 fields("batches `((images, counts), tokens, label)`", lambda _, s: s, Paired, paired, differs=ROWS)
 fields(
     "batches with a number for the whole batch",

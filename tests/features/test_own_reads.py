@@ -12,7 +12,7 @@ from torch import Tensor
 
 from features.toys import PAIR, PIPE, TWINS, Layout, Run, Toy, alone, assert_same, together, weights
 from lightning_mm5d.data.lazy import Waiting
-from lightning_mm5d.features.unread import UnreadTensors
+from lightning_mm5d.features.own_reads import UnreadTensors
 from lightning_mm5d.strategy import MultimodalStrategy
 
 
@@ -42,7 +42,7 @@ def train(run: Run) -> Any:
         if isinstance(trainer.strategy, MultimodalStrategy):
             attach = type(module).on_train_start
             vars(module)["on_train_start"] = lambda attach=attach, module=module, trainer=trainer, held=held: (
-                held.extend(one for one in trainer.strategy._session._attached if isinstance(one, UnreadTensors)),
+                held.extend(one for one in trainer.strategy._session._engine.around if isinstance(one, UnreadTensors)),
                 attach(module),
             )[1]
         trainer.fit(module, run.training(24))

@@ -1,21 +1,28 @@
-"""Loads the items of lazy tensors that this rank reads while the step before runs.
+"""What this rank reads of a batch: it loads these lazy items ahead, and leaves what it never reads in host memory.
 
 A rank reads some microbatches of a field (an encoder's rank those that it encodes), all of them, or none (a rank of the
-language model). Which ones is learned from each training step. Phases for each batch:
+language model). Which ones is learned from each training step. So nothing depends on the guess but the time of a copy,
+or when something is loaded.
+
+**Lazy tensors.** Phases for each batch:
 
 1. ahead: the loader shows a batch one step early; what this rank will read of it starts loading in threads;
 2. the step reads it, and waits for what is not there yet;
 3. learn: what was read is what is loaded of the next batch. Where everything was, workers of the loader load it, as
    they would without lazy tensors.
 
-So nothing depends on the guess but when something is loaded. Where the precision gives a step another default dtype
-(``bf16-true``, ``64-true``), which threads would see, nothing is loaded ahead.
+Where the precision gives a step another default dtype (``bf16-true``, ``64-true``), which threads would see, nothing is
+loaded ahead.
+
+**Unread tensors.** The stages of a rank hand pixel values to the call of an encoder that another rank computes. What
+such a call was given in one step, as the batch had it, waits in the host memory of later steps. Whatever is read there
+after all moves at that moment, and moves with the batch from then on.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -23,14 +30,14 @@ from typing import Any
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
-from lightning_mm5d.data.batches import split_replicas
-from lightning_mm5d.data.lazy import LazyTensor
+from lightning_mm5d.data.batches import per_replica, split_replicas
+from lightning_mm5d.data.lazy import LazyTensor, Waiting
 from lightning_mm5d.data.microbatch import Microbatch, counted, with_tensors
 from lightning_mm5d.data.packed_images import Path
 from lightning_mm5d.data.resumable import Resumable
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
 from lightning_mm5d.engine.step import Step
-from lightning_mm5d.trainer.feature import Attached, Feature, Running
+from lightning_mm5d.trainer.feature import BEFORE_TRANSFER, Attached, Feature, Running
 
 _MOST_THREADS = 8
 Parts = Mapping[int, Sequence[Microbatch]]
@@ -38,16 +45,19 @@ Place = tuple[int, Path, int]
 """replica, path in the batch, and number of the microbatch"""
 
 
-class OwnItems(Feature):
-    """Has no field: it is there where a batch has lazy tensors."""
+class OwnReads(Feature):
+    """Has no field: it changes no number."""
 
     def attach(self, running: Running) -> Attached | None:
-        """Learn from each training step."""
-        return _OwnItems(running)
+        """Learn from each training step what the next one reads."""
+        attached = Attached()
+        for part in (UnreadTensors(running), OwnItems(running)):
+            attached.changes.callback(part.remove)
+        return attached
 
 
-class _OwnItems(Attached, AroundSteps):
-    """Those of one rank."""
+class OwnItems(Attached, AroundSteps):
+    """The lazy tensors of one rank."""
 
     def __init__(self, running: Running) -> None:
         self._trainer, self._parts = running.trainer, running.steps.batch_parts
@@ -62,7 +72,7 @@ class _OwnItems(Attached, AroundSteps):
 
     def step(self, course: Course) -> AroundStep | None:
         """Learn from a training step."""
-        return _Learning(self, course.step) if course.step.trains else None
+        return _LearningItems(self, course.step) if course.step.trains else None
 
     def learn(self, parts: Parts) -> None:
         """Note, after a training step, what was read of its microbatches."""
@@ -115,10 +125,10 @@ class _OwnItems(Attached, AroundSteps):
         super().remove()
 
 
-class _Learning(AroundStep):
+class _LearningItems(AroundStep):
     """Of one training step."""
 
-    def __init__(self, items: _OwnItems, step: Step) -> None:
+    def __init__(self, items: OwnItems, step: Step) -> None:
         self._items, self._step = items, step
 
     def end(self) -> None:
@@ -142,4 +152,69 @@ def _lazy(parts: Parts) -> Iterator[tuple[Place, LazyTensor]]:
                 yield (number, path, index), tensor
 
 
-FEATURE = OwnItems
+class UnreadTensors(Attached, AroundSteps):
+    """The tensors that one rank never reads, by their paths in a batch of one replica."""
+
+    def __init__(self, running: Running) -> None:
+        self._device, self._trainer = running.device, running.trainer
+        self._handed = running.runtime.handed = set[int]()
+        self._unread: set[Path] = set()
+        self._read: set[Path] = set()
+        running.engine.around.append(self)
+        before_transfer = getattr(running.module, BEFORE_TRANSFER)  # the last thing before a batch moves
+        hold = per_replica(self._hold)
+
+        def prepared(batch: Any, dataloader_idx: int = 0) -> Any:
+            batch = before_transfer(batch, dataloader_idx)
+            return hold(batch) if self._unread and self._trainer.training else batch
+
+        self.put_attribute(running.module, BEFORE_TRANSFER, prepared)
+
+    def step(self, course: Course) -> AroundStep | None:
+        """Learn from a training step."""
+        return _LearningTensors(self, course.step) if course.step.trains else None
+
+    def learn(self, microbatches: Iterable[Microbatch]) -> None:
+        """Note, after a training step, what its microbatches had for calls of other ranks alone."""
+
+        def note(path: Path, tensor: Tensor) -> Tensor:
+            if id(tensor) in self._handed and path not in self._read:
+                self._unread.add(path)
+            return tensor
+
+        if self._handed:
+            for part in microbatches:
+                with_tensors(part.batch, note)
+            self._handed.clear()
+
+    def _hold(self, batch: Any) -> Any:
+        """Return a batch that is about to move with its unread tensors waiting."""
+        return with_tensors(batch, lambda path, tensor: self._held(path, tensor) if path in self._unread else tensor)
+
+    def _held(self, path: Path, tensor: Tensor) -> Tensor:
+        if not self._must_move(tensor):
+            return tensor
+
+        def move() -> Tensor:
+            self._read.add(path)
+            self._unread.discard(path)
+            return tensor.to(self._device, non_blocking=True)
+
+        return Waiting(tensor, self._device, move)
+
+    def _must_move(self, tensor: Tensor) -> bool:
+        return type(tensor) is Tensor and tensor.device != self._device and not tensor.requires_grad
+
+
+class _LearningTensors(AroundStep):
+    """Of one training step."""
+
+    def __init__(self, tensors: UnreadTensors, step: Step) -> None:
+        self._tensors, self._step = tensors, step
+
+    def end(self) -> None:
+        """Learn from its microbatches, whose tensors are still those that calls were given."""
+        self._tensors.learn(part for parts in self._step.microbatches.values() for part in parts)
+
+
+FEATURE = OwnReads
