@@ -117,8 +117,10 @@ FEATURES = (
         saves=True,
     ),
     Registered("timeline", {"timeline": None}, by_rank=("timeline",)),
+    Registered("copied_modules"),
 )
-"""In the order in which they are checked and attached; they are removed in the reverse one."""
+"""In the order in which they are checked and attached, the last one after all that others put into modules; they are
+removed in the reverse one."""
 
 
 @cache

@@ -39,8 +39,16 @@ from lightning_mm5d.partition.parts import (
     repeated,
     resolve,
 )
-from lightning_mm5d.partition.step_uses import Boundary, Encoder, Found, StepUses, cut_language, named_decoders
-from lightning_mm5d.source.order import accessed_between, accesses
+from lightning_mm5d.partition.step_uses import (
+    EMBEDDINGS,
+    Boundary,
+    Encoder,
+    Found,
+    StepUses,
+    cut_language,
+    named_decoders,
+)
+from lightning_mm5d.source.order import accessed_between, accesses, touched
 from lightning_mm5d.source.trees import method_of
 
 _GETTERS = {"get_image_features": "vision", "get_video_features": "vision", "get_audio_features": "audio"}
@@ -348,16 +356,17 @@ def position(root: nn.Module, path: str, layers: str) -> tuple[bool, bool]:
     Returns:
         ``(before, after)``; by registration order where the code does not say.
     """
-    ancestor, mine, (its, *_), methods = _parting(root, path, layers)
+    ancestor, mine, (its, *deeper), methods = _parting(root, path, layers)
     if mine == its:
         return True, False
     for method in methods:
-        heads = [item.split(".")[0] for item in accesses(ancestor, method)]
-        if mine not in heads or its not in heads:
+        uses = touched(ancestor, method)
+        own = [item.split(".")[0] == mine for item, _ in uses]
+        theirs = [_runs(ancestor, *use, ".".join([its, *deeper])) for use in uses]
+        theirs = theirs if True in theirs else [item.split(".")[0] == its for item, _ in uses]
+        if True not in theirs:
             continue
-        first = heads.index(its)
-        last = len(heads) - 1 - heads[::-1].index(its)
-        before, after = mine in heads[:first], mine in heads[last + 1 :]
+        before, after = any(own[: theirs.index(True)]), any(own[len(theirs) - theirs[::-1].index(True) :])
         if before or after:
             return before, after
     registered = [*ancestor._parameters, *ancestor._modules]
@@ -366,6 +375,14 @@ def position(root: nn.Module, path: str, layers: str) -> tuple[bool, bool]:
     # direct parameters come first in a state dict but may be used anywhere: before the layers is the usual place
     before = registered.index(mine) < registered.index(its)
     return before, not before
+
+
+def _runs(ancestor: nn.Module, item: str, is_called: bool, layers: str) -> bool:
+    """Whether a use in the code of `ancestor` is one of the list of layers, or a call by which they run."""
+    owner, _, method = item.rpartition(".")
+    if has_module(ancestor, item) or not is_called:
+        return is_in(item, layers) or (is_called and is_in(layers, item))
+    return owner != "" and is_in(layers, owner) and method not in EMBEDDINGS
 
 
 def runs_between(root: nn.Module, path: str, layers: str) -> bool:

@@ -20,10 +20,10 @@ from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.partition.parts import Parts, is_in, joined
-from lightning_mm5d.source.order import accesses, calls
+from lightning_mm5d.source.order import accesses, touched
 
 _STEP = "training_step"
-_EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
+EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
 
 
 class StepUses:
@@ -52,12 +52,12 @@ class StepUses:
         here, method = "", _STEP
         while layers is not None:
             module = self._module_at[here]
+            uses = [(joined(here, item), is_called) for item, is_called in touched(module, method)]
             found = [
                 full
-                for read in (calls, accesses)
-                for full in (joined(here, item) for item in read(module, method))
+                for full, is_called in uses
                 if full != here and full in self._module_at and layers.startswith(f"{full}.")
-                if read is calls or not any(is_in(other, full) for other in others)
+                if is_called or not any(is_in(other, full) for other in others)
             ]
             if not found:
                 break
@@ -125,7 +125,7 @@ class StepUses:
             owner, _, name = full.rpartition(".")
             if full in self._module_at or owner == path or owner not in self._module_at or depth > 2:
                 yield full
-            elif name in _EMBEDDINGS:
+            elif name in EMBEDDINGS:
                 found = getattr(self._module_at[owner], name)()
                 yield from (where for where, one in self._module_at.items() if one is found and is_in(where, owner))
             else:

@@ -38,8 +38,13 @@ def accesses(module: nn.Module, *methods: str) -> list[str]:
         Dotted paths relative to `module`: of submodules and parameters (``"decoder.norm"``), and of methods called on
         them or on the module itself (``"get_image_features"``, ``"model.encode"``).
     """
+    return [path for path, _ in touched(module, *methods)]
+
+
+def touched(module: nn.Module, *methods: str) -> list[tuple[str, bool]]:
+    """Return what `accesses` does, each with whether it is called there."""
     functions = [method_of(type(module), name) for name in methods]
-    return [path for one in functions if one is not None for path in _Reader(module, (one,)).read()]
+    return [use for one in functions if one is not None for use in _Reader(module, (one,)).read()]
 
 
 def accessed_between(module: nn.Module, method: str, members: str) -> set[str]:
@@ -71,17 +76,6 @@ def accessed_between(module: nn.Module, method: str, members: str) -> set[str]:
     return found
 
 
-def calls(module: nn.Module, *methods: str) -> list[str]:
-    """Return the submodules that `methods` of `module` call, in evaluation order; arguments as of `accesses`."""
-    functions = [method_of(type(module), name) for name in methods]
-    readers = [_Reader(module, (one,)) for one in functions if one is not None]
-    found: list[str] = []
-    for reader in readers:
-        touched = reader.read()
-        found += [path for path in touched if path in reader.called]
-    return found
-
-
 def is_followed(function: FunctionType) -> bool:
     """Whether `function` is no bookkeeping of a framework."""
     return not function.__module__.startswith(_NOT_FOLLOWED)
@@ -109,13 +103,12 @@ class _Reader:
 
     def __init__(self, module: nn.Module, trail: tuple[FunctionType, ...]) -> None:
         self._module, self._trail = module, trail
-        self._found: list[str] = []
+        self._found: list[tuple[str, bool]] = []  # as `touched` returns it
         self._local: dict[str, list[str]] = {}  # names after ``self`` of what a local name stands for
         self._statements: list[_Statement] = []  # of the loop that is read
-        self.called: set[str] = set()
         self.loops: list[list[_Statement]] = []
 
-    def read(self) -> list[str]:
+    def read(self) -> list[tuple[str, bool]]:
         tree = tree_of(self._trail[-1])
         if tree is None or not tree.args.args:
             return []
@@ -174,8 +167,8 @@ class _Reader:
             target = target.elts[-1]
         if target is not None:
             written, read = (self._names_in(one) for one in (target, value))
-            touched = tuple(self._found[start:])
-            self._statements.append(_Statement(written, written if binds else frozenset(), read, touched))
+            paths = tuple(path for path, _ in self._found[start:])
+            self._statements.append(_Statement(written, written if binds else frozenset(), read, paths))
 
     def _names_in(self, node: ast.AST) -> frozenset[str]:
         return frozenset(one.id for one in ast.walk(node) if isinstance(one, ast.Name)) - {self._self}
@@ -231,8 +224,6 @@ class _Reader:
     def _touch(self, chain: list[str], called: bool = False) -> None:
         here: nn.Module = self._module
         path: list[str] = []
-        if called:
-            self.called.add(".".join(chain))
         for name in chain:
             if name in here._modules and here._modules[name] is not None:
                 path.append(name)
@@ -241,14 +232,14 @@ class _Reader:
                 path.append(name)
                 break
             elif called and (function := method_of(type(here), name)) is not None:
-                self._found.append(".".join([*path, name]))
+                self._found.append((".".join([*path, name]), True))
                 if here is self._module:
                     self._follow(function)
                 return
             else:
                 break
         if path:
-            self._found.append(".".join(path))
+            self._found.append((".".join(path), called and path == chain))
 
     def _follow(self, function: FunctionType | None) -> None:
         if function is None or function in self._trail or len(self._trail) > 8:
@@ -257,7 +248,6 @@ class _Reader:
             reader = _Reader(self._module, (*self._trail, function))
             self._found += reader.read()
             self.loops += reader.loops
-            self.called |= reader.called
 
 
 def _is_call_of(node: ast.AST, name: str) -> bool:

@@ -7,7 +7,8 @@ value that anything else is done to is not known.
 **Means over label tokens.** A causal language model predicts each next token, and so leaves the first label of each row
 out; a masked or a sequence-to-sequence model counts all. Models are the outermost submodules whose forward takes
 ``labels``; where one only passes them on, those inside of it. What calls no cross entropy, itself or by transformers'
-``loss_function`` (a CTC loss, a regression) is no such mean.
+``loss_function`` (a CTC loss, a regression) is no such mean. Where code puts something before the labels (a prefix of
+audio, a prompt), the first of them is predicted as well.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ def counting(module: nn.Module, own: frozenset[FunctionType] = frozenset()) -> C
         module: whose models take labels.
         own: code of a step that computes its loss itself; read where no model takes labels.
     """
-    found = {_of_model(model) for model in _models(module)}
+    found = {_behind(_of_model(model), *own) for model in _models(module)}
     if not found and own:
         has_loss = any(isinstance(part, nn.CrossEntropyLoss) for part in module.modules())
         found = {_of_functions(own, has_loss=has_loss)}
@@ -266,7 +267,7 @@ def _of_model(model: nn.Module) -> Counting | None:
         return None if loss is None else _of_functions(frozenset((loss, forward)))
     if found & _LOSSES:
         return _of_functions(frozenset((forward,)))
-    return counting(model)
+    return _behind(counting(model), forward)
 
 
 def _of_functions(functions: frozenset[FunctionType], *, has_loss: bool = False) -> Counting | None:
@@ -288,6 +289,30 @@ def _shifts(function: FunctionType) -> bool:
         and last.upper is None
         for node in ast.walk(tree)
     )
+
+
+def _behind(found: Counting | None, *functions: FunctionType) -> Counting | None:
+    """Return how labels count that some of `functions` may put behind something: the first is then predicted, too."""
+    nodes = [node for function in functions if (tree := tree_of(function)) is not None for node in ast.walk(tree)]
+    return "all" if found == "shifted" and any(map(_puts_before, nodes)) else found
+
+
+def _puts_before(node: ast.AST) -> bool:
+    """Whether a call puts something before labels: ``torch.cat([prefix, labels], 1)``, ``F.pad(labels, (n, 0))``."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
+        return False
+    first, *others = node.args
+    if node.func.attr in ("cat", "concat", "concatenate") and isinstance(first, (ast.List, ast.Tuple)):
+        are_labels = [_is_of_labels(one) and not _makes(one) for one in first.elts]
+        return True in are_labels[1:] and not are_labels[0]
+    widths = [*others, *(one.value for one in node.keywords if one.arg == "pad"), None][0]
+    is_padded = node.func.attr == "pad" and _is_of_labels(first) and isinstance(widths, (ast.List, ast.Tuple))
+    return is_padded and ast.unparse(widths.elts[0]) != "0"  # type: ignore[union-attr]
+
+
+def _makes(node: ast.expr) -> bool:
+    """Whether an expression is a call that makes other values: ``labels.new_full(...)``."""
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", "") not in KEEP_VALUES
 
 
 def _is_of_labels(node: ast.expr) -> bool:

@@ -11,13 +11,14 @@ missing. Phases:
 3. share: within the `StepResult`, from the rank where the step ends to the ranks of its replica;
 4. replay: `replay` calls the real ``module.log`` on every rank, which validates and stores as ever.
 
-What a merged value is, by `reduce_fx`: ``mean`` weighs each microbatch by the call's `batch_size`, or else
-by its samples; ``sum``, ``max`` and ``min`` do as they say. Both the step value and Lightning's epoch value
-see the merged value, and the merged weight as batch size. So a per-sample mean logged with ``sum`` grows
-with the number of microbatches: log it with the default. A key that only some microbatches log is merged
-over those. A torchmetrics object is replayed as the object at the same path; its step value is the weighted
-mean of its microbatch values, exact for means over samples (accuracy) and an approximation for others (an
-area under a curve); its epoch value is exact (see `lightning_mm5d.trainer.metrics`).
+What a merged value is, by `reduce_fx`: ``mean`` weighs each microbatch by the call's `batch_size`, or else as the loss
+does, by its samples or label tokens. A `batch_size` that is its number of samples says how much the batch counts in an
+epoch, as under Lightning, and no more. ``sum``, ``max`` and ``min`` do as they say. Both the step value and Lightning's
+epoch value see the merged value, and the merged weight as batch size. So a per-sample mean logged with ``sum`` grows
+with the number of microbatches: log it with the default. A key that only some microbatches log is merged over those. A
+torchmetrics object is replayed as the object at the same path; its step value is the weighted mean of its microbatch
+values, exact for means over samples (accuracy) and an approximation for others (an area under a curve); its epoch value
+is exact (see `lightning_mm5d.trainer.metrics`).
 
 `log_metrics` of the trainer's loggers is captured, merged as means and replayed likewise, on rank 0 as Lightning does.
 
@@ -144,6 +145,7 @@ class LogCapture:
         self._calls: dict[int, list[LogCall]] = {}
         self._paths: dict[int, str] = {}
         self._microbatch: int | None = None
+        self._weight: float = 0
         self._samples: float = 0
         self._direct = 0
         self.joined = JoinedMetrics(lambda: self._microbatch)
@@ -164,23 +166,23 @@ class LogCapture:
                 stack.enter_context(read_by(shown, partial(self._earlier, shown)))
             yield self.joined
 
-    def begin_microbatch(self, index: int, samples: float) -> None:
-        """What follows belongs to microbatch `index`, which weighs as much as `samples` samples.
+    def begin_microbatch(self, index: int, weight: float, samples: float | None = None) -> None:
+        """What follows belongs to microbatch `index`, which weighs `weight` and holds `samples`, as many without them.
 
         Records of an earlier run of the same microbatch are dropped: a rank with several stages runs the
         step once for each, the last of them being the most complete.
         """
-        self._microbatch, self._samples = index, samples
+        self._microbatch, self._weight, self._samples = index, weight, weight if samples is None else samples
         self._calls[index] = []
         self._direct = 0
 
     def take(self) -> Any:
         """Return what belongs to the microbatch that is computed."""
-        return self._microbatch, self._samples
+        return self._microbatch, self._weight, self._samples
 
     def put(self, state: Any) -> None:
         """Go on with the microbatch that `take` returned `state` of."""
-        self._microbatch, self._samples = state
+        self._microbatch, self._weight, self._samples = state
 
     def plain(self) -> dict[int, dict[tuple[LogOptions, int], LogCall]]:
         """Return the calls of each microbatch that log a number, and not what metrics count, by options and turn."""
@@ -266,7 +268,7 @@ class LogCapture:
             metric_attribute=path,
             rank_zero_only=bool(rank_zero_only),
         )
-        weight = self._samples if batch_size is None else int(batch_size)
+        weight = self._weight if batch_size in (None, self._samples) else int(batch_size)
         is_computed = isinstance(value, Tensor)
         key = self.joined.key(value)
         recorded = LogCall(options=options, value=stored, dtype=dtype, weight=weight, is_computed=is_computed, key=key)
@@ -281,7 +283,7 @@ class LogCapture:
             options = LogOptions(name=name, logger_index=logger, logger_call=self._direct, logger_step=step)
             is_computed = isinstance(value, Tensor)
             recorded = LogCall(
-                options=options, value=stored, dtype=torch.float64, weight=self._samples, is_computed=is_computed
+                options=options, value=stored, dtype=torch.float64, weight=self._weight, is_computed=is_computed
             )
             self._calls[self._microbatch].append(recorded)
         self._direct += 1

@@ -38,7 +38,6 @@ from lightning_mm5d.sharded.collectives import backend_of, message_device
 from lightning_mm5d.stage import is_placeholder
 from lightning_mm5d.trainer.batch_parts import BatchParts, Splitting, Weighing
 from lightning_mm5d.trainer.checkpoints import Checkpoints
-from lightning_mm5d.trainer.copied_modules import CopiedModules
 from lightning_mm5d.trainer.cut_module import CutModule
 from lightning_mm5d.trainer.feature import BEFORE_TRANSFER, Attached, Feature, Running
 from lightning_mm5d.trainer.kept_shards import has_rows, keep_shards, lose_rows
@@ -130,7 +129,6 @@ class Session:
             is_ordered=backend_of(options.device) != "gloo",
         )
         splits_backward = options.schedule not in UNSPLIT_SCHEDULES
-        self._copied = CopiedModules(module)
         rank, device = options.rank, options.device
         self._cut = CutModule(
             module, plan, groups, rank=rank, device=device, splits_backward=splits_backward, features=options.features
@@ -288,7 +286,6 @@ class Session:
         for feature in self._options.features:
             if (attached := feature.attach(running)) is not None:
                 self._attached.append(attached)
-        self._copied.attach(self.guard)
 
     def train(self, optimizers: Sequence[Optimizer], precision: Precision, arguments: Sequence[Any]) -> Any:
         """Run `training_step`; return its output with a loss whose backward publishes gradients.
@@ -383,7 +380,6 @@ class Session:
             targets: ranks that get the full weights; without any, all ranks keep their shards.
             failed: whether the run has failed, after which nothing can be gathered.
         """
-        self._copied.remove()
         for one in self._attached:
             one.leave(targets, failed=failed)
         for one in reversed(self._attached):

@@ -281,7 +281,7 @@ class UserStep:
         """
         own = self.weights.own
         weight = own[index] if index < len(own) else microbatch.samples  # of another replica
-        self._capture.begin_microbatch(index, weight)
+        self._capture.begin_microbatch(index, weight, microbatch.samples)
         batch, copies = self._batch(microbatch), list[_BatchCopy]()
         if self._copies:
             batch = with_tensors(batch, lambda _, tensor: _copied(tensor, copies))

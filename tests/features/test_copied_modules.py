@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_mm5d.features.copied_modules import CopiedModules
 from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.stage import StageError
-from lightning_mm5d.trainer.copied_modules import CopiedModules
 
 
 class Wrapper(nn.Module):

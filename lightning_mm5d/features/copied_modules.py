@@ -16,19 +16,34 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard
-from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.stage import StageError
+from lightning_mm5d.trainer.feature import Attached, Feature, Running
 
 _COPY = "__deepcopy__"
 _MISSING = object()
 _TENSORS = frozenset(("_parameters", "_buffers", "_modules"))
 
 
-class CopiedModules(Removable):
+class CopiesOfModules(Feature):
+    """Has no field: it stands before copies that a user makes during a run."""
+
+    def check(self, module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
+        """Note what modules have before a run changes them; the last check is that of the run."""
+        self._copies = CopiedModules(module)
+
+    def attach(self, running: Running) -> Attached | None:
+        """Take what has changed since; all other features come before this one."""
+        self._copies.attach(running.runtime.guard)
+        return self._copies
+
+
+class CopiedModules(Attached):
     """Lets deep copies of the submodules of `module` be as they are when this object is made, with weights of then.
 
     Args:
@@ -126,3 +141,6 @@ def _is_of_another(value: Any) -> bool:
     if isinstance(value, OrderedDict):
         return any(isinstance(hook, partial) and isinstance(hook.func, MethodType) for hook in value.values())
     return isinstance(value, FunctionType)
+
+
+FEATURE = CopiesOfModules
