@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import lightning as L
 import pytest
 import torch
 import transformers
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from features.toys import LANGUAGE, Toy
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.partition import partition
-from lightning_mm5d.partition.find import discover, find
+from lightning_mm5d.partition.find import discover, find, position
 from lightning_mm5d.partition.step_uses import Boundary
 
 
@@ -99,3 +103,37 @@ def test_an_attribute_that_has_a_modalitys_name_is_its_module() -> None:
     assert found.encoders["encoder"].owns == ("encoder",)
     with pytest.raises(ConfigError, match=r"modalities.accuracy: got 'accuracy'.*No such modality"):
         find(module, {"accuracy": Modality(), "language": Modality()})
+
+
+class Speaker(L.LightningModule):
+    """A language model that is asked for this and that before what runs before it; registered first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1)
+        self.llm, self.projector, self.head = LlamaForCausalLM(config), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.queries = nn.Parameter(torch.zeros(8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        embeds = self.embedded(batch) * self.llm.config.initializer_range
+        sound = self.projector(batch["sound"].to(self.llm.dtype)) + self.queries
+        states = self.llm.model(inputs_embeds=torch.cat([sound, embeds], 1)).last_hidden_state
+        return self.head(states).mean()
+
+
+class ByGetter(Speaker):
+    def embedded(self, batch: Any) -> Any:
+        return self.llm.get_input_embeddings()(batch["ids"])
+
+
+class ByPath(Speaker):
+    def embedded(self, batch: Any) -> Any:
+        return self.llm.model.embed_tokens(batch["ids"])
+
+
+@pytest.mark.parametrize("kind", [ByGetter, ByPath])
+def test_what_a_step_uses_after_the_embeddings_and_before_the_layers_runs_before_these(kind: type[Speaker]) -> None:
+    module = kind()
+    assert position(module, "projector", "llm.model.layers") == (True, False)
+    assert position(module, "queries", "llm.model.layers") == (True, False)
+    assert position(module, "head", "llm.model.layers") == (False, True)

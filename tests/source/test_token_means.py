@@ -69,3 +69,46 @@ def test_a_step_that_computes_its_loss_is_read_where_no_model_takes_labels() -> 
 
     found = [counting(nn.Linear(1, 1), step(name)) for name in ("next_token", "tagged", "regression")]
     assert found == ["shifted", "all", None]
+
+
+class Speaks(nn.Module):
+    """Steps that put audio before what a language model gets, or something behind it."""
+
+    def joined(self, batch: Any, sound: Tensor) -> Any:
+        labels = torch.cat([batch["labels"].new_full((2, 3), -100), batch["labels"]], dim=1)
+        return self.model(labels=labels)
+
+    def padded(self, batch: Any, sound: Tensor) -> Any:
+        return self.model(labels=F.pad(batch["labels"], (sound.shape[1], 0), value=-100))
+
+    def behind(self, batch: Any, sound: Tensor) -> Any:
+        labels = torch.cat([batch["labels"], batch["labels"].new_full((2, 3), -100)], dim=1)
+        return self.model(labels=F.pad(labels, (0, 2), value=-100))
+
+    def batches(self, batch: Any, sound: Tensor) -> Any:
+        return self.model(labels=torch.cat([batch["labels"], sound]))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("joined", "all"), ("padded", "all"), ("behind", "shifted"), ("batches", "shifted")]
+)
+def test_labels_behind_something_are_all_predicted(name: str, expected: str) -> None:
+    step = method_of(Speaks, name)
+    assert step is not None
+    assert counting(CASES["llama"].build(), frozenset((step,))) == expected
+
+
+class Prefixed(nn.Module):
+    """A model of the user's own that puts its prefix before the labels."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, embeds: Tensor, labels: Tensor) -> Any:
+        ignored = labels.new_full((len(labels), 3), -100)
+        return self.model(inputs_embeds=embeds, labels=torch.cat((ignored, labels), dim=1))
+
+
+def test_a_model_that_puts_its_prefix_before_the_labels_predicts_all_of_them() -> None:
+    assert counting(nn.ModuleList([Prefixed(CASES["llama"].build())])) == "all"

@@ -291,6 +291,20 @@ def test_weights_are_samples_or_the_given_batch_size(
     assert (log.value.item(), log.batch_size) == (value, batch_size)
 
 
+@pytest.mark.parametrize(("batch_size", "expected"), [(None, 4.0), (2, 4.0), (6, 3.0)])
+def test_a_batch_size_of_all_samples_weighs_as_the_loss_does(batch_size: int | None, expected: float) -> None:
+    """Two samples each, with one and with three label tokens."""
+    module = Classifier()
+    capture = LogCapture(module)
+    with capture.capture():
+        for index, (tokens, value) in enumerate([(1, 1.0), (3, 5.0)]):
+            capture.begin_microbatch(index, tokens, 2)
+            module.log("loss", torch.tensor(value), batch_size=batch_size)
+    (log,) = capture.merge()
+    assert log.value is not None
+    assert log.value.item() == expected
+
+
 def test_float64_stays_float64_and_low_precision_becomes_float32() -> None:
     for dtype, stored in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
         log = merged_after((1, torch.tensor(1.0, dtype=dtype)), (1, 0.0))
