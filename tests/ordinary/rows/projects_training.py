@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from features.toys import WIDTH, Decoder, Samples
+from features.toys import WIDTH, Decoder, Encoder, Samples
 from ordinary.rows.projects import OWN, SECTION
 from ordinary.uses import Ordinary, Run, fitted, row
 
@@ -253,3 +255,60 @@ def answers(run: Run) -> dict[str, Any]:
     module, trainer = Answering(), run.trainer()
     trainer.validate(module, run.loader(Pictures(16), collate_fn=lists), verbose=False)
     return {"seen": module.seen}
+
+
+class OwnVlm(Ordinary):
+    """A vision-language model of one's own around `LlamaForCausalLM`, with sound before the text of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+        self.decoder = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=20))
+        self.second, self.projector = Encoder(), nn.Linear(2 * WIDTH, WIDTH)
+        self.double()
+
+    def outputs(self, batch: Any) -> Any:
+        embeds = self.decoder.get_input_embeddings()(batch["input_ids"])
+        features = torch.cat([self.encoder(batch["images"]), self.second(batch["images"])], dim=-1)
+        embeds = embeds.masked_scatter(batch["input_ids"].eq(19)[..., None], self.projector(features))
+        sound = embeds.new_ones(len(embeds), 2, WIDTH)
+        mask = F.pad(batch["attention_mask"], (2, 0), value=1)
+        labels = torch.cat([batch["labels"].new_full((len(embeds), 2), -100), batch["labels"]], dim=1)
+        return self.decoder(inputs_embeds=torch.cat([sound, embeds], 1), attention_mask=mask, labels=labels)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.outputs(batch).loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        found, labels = self.outputs(batch), batch["labels"]
+        hits = found.logits[:, 1:-1].argmax(-1).eq(labels)[labels.ne(-100)].double().mean()
+        self.log_dict({"val_loss": found.loss, "val_acc": hits}, sync_dist=True, batch_size=len(labels))
+
+
+def texts(samples: list[Any]) -> dict[str, Tensor]:
+    """Texts of unlike lengths; two in three begin with an image."""
+    images, rows = [], []
+    for index, sample in enumerate(samples):
+        rows.append(sample["tokens"][: 2 + int(sample["label"])] + 1)
+        if index % 3:
+            images.append(sample["images"])
+            rows[-1] = F.pad(rows[-1], (1, 0), value=19)
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    counts = ids.eq(19).sum(1)
+    marks = {"attention_mask": ids.ne(0).long(), "labels": ids.masked_fill(ids.eq(0) | ids.eq(19), -100)}
+    return {"input_ids": ids, **marks, "images": torch.stack(images), "num_images": counts}
+
+
+@row(
+    SECTION,
+    "a model of one's own: two encoders, a projector that is made last, a prefix, `batch_size` in logs",
+    tolerance=1e-6,
+    differs={"replicas": "each replica's loss is a mean over its own label tokens, as under DDP"},
+)
+def own_vlm(run: Run) -> dict[str, Any]:
+    loaders = {
+        "train_dataloaders": run.training(collate_fn=texts),
+        "val_dataloaders": run.loader(16, collate_fn=texts),
+    }
+    return fitted(run, OwnVlm(), data=loaders)
