@@ -80,6 +80,7 @@ RUNS = {
     "adapters": Counting("llama_tied", {"model": {"pp_size": 2}}, 2, is_adapted=True),
     "adapters on tp 2": Counting("llama_tied", {"model": {"tp_size": 2}}, 2, is_adapted=True),
     "checkpointed": Counting("llava", {"vision": {}, "language": {"activation_checkpointing": "full"}}, 2),
+    "checkpointed on tp 2": Counting("llama_tied", {"model": {"tp_size": 2, "activation_checkpointing": "full"}}, 2),
     "side by side": Counting("llama_tied", {"model": {"tp_size": 2, "interleaved_microbatches": 2}}, 2),
     "split backwards": Counting(
         "llava",
@@ -101,7 +102,7 @@ def figures(rank: int, name: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", dealt(__file__, [name for name in RUNS if name != "checkpointed"], 6))
+@pytest.mark.parametrize("name", dealt(__file__, [name for name in RUNS if not name.startswith("checkpointed")], 6))
 def test_the_sum_over_ranks_is_that_of_one_process(name: str) -> None:
     """Ranks as the fields of `RUNS` say: modalities in their order, and replicas of everything beside each other."""
     run = RUNS[name]
@@ -120,12 +121,17 @@ def test_the_sum_over_ranks_is_that_of_one_process(name: str) -> None:
 
 
 @pytest.mark.usefixtures("float64")
-def test_recomputation_counts_in_hfu_alone() -> None:
-    """vision: rank 0; language, of which all layers run again: rank 1"""
-    plain, again = (call_ranks(2, figures, name, limit=100)[0][-1] for name in ("vision | language", "checkpointed"))
+@pytest.mark.parametrize(
+    ("kept", "recomputed", "modality"),
+    [("vision | language", "checkpointed", "language/"), ("tp 2", "checkpointed on tp 2", "")],
+)
+def test_recomputation_counts_in_hfu_alone(kept: str, recomputed: str, modality: str) -> None:
+    """vision: rank 0, language, of which all layers run again: rank 1; or language on ranks 0-1, which share layers"""
+    plain, again = (call_ranks(2, figures, name, limit=100)[0][-1] for name in (kept, recomputed))
     again_in_backward = again.pop("hardware") - plain.pop("hardware")
-    assert again_in_backward == pytest.approx(again.pop("language/hardware") - plain.pop("language/hardware"))
-    assert 0.2 < again_in_backward / plain["language/flops"] < 1 / 3  # a forward, without the head's
+    if modality:
+        assert again_in_backward == pytest.approx(again.pop(f"{modality}hardware") - plain.pop(f"{modality}hardware"))
+    assert 0.2 < again_in_backward / plain[f"{modality}flops"] < 1 / 3  # a forward, without the head's
     assert again == pytest.approx(plain, rel=1e-9)
 
 
