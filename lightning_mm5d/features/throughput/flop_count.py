@@ -43,6 +43,8 @@ _FORMULAS = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
         _aten._scaled_dot_product_flash_attention_backward
     ],
+    _aten.addmm_: flop_registry[_aten.addmm],  # of sums in place, as grids and fused heads make them
+    _aten.baddbmm_: flop_registry[_aten.baddbmm],
 }
 
 
@@ -132,8 +134,8 @@ class FlopCount(Watching):
             return _attention(func, packet, args, kwargs, out)
         if "grouped_mm" in name:
             return _grouped(name, args), 0
-        if packet in flop_registry:
-            return int(flop_registry[packet](*args, **kwargs, out_val=out)), 0
+        if (formula := flop_registry.get(packet) or _FORMULAS.get(packet)) is not None:
+            return int(formula(*args, **kwargs, out_val=out)), 0
         if isinstance(func, torch._ops.OpOverload) and func.namespace not in _KNOWN and name not in self._told:
             self._told.add(name)
             rank_zero_warn(f"ModalityThroughput: the flops of {name} are not known, and do not count")
