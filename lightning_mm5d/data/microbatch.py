@@ -344,13 +344,12 @@ def _plan(batch: Any, samples: int, ends: list[int], tokens: PackedTokens) -> di
         elif len(value) == samples and not (is_array(value) and owns_other_rows(path, value, counts)):
             cuts[path] = _Cut(0, ends, packed=False)
         elif (is_array(value) or _is_ragged(value)) and not (name == "position_ids" and len(value) == 1):
-            unresolved[path] = value
-    for path, value in list(unresolved.items()):
-        ways = [way for way in asked_ways(path, fields, counts) if sum(way) == len(value) and is_array(value)]
-        if ways and all(way == ways[0] for way in ways):
-            row_ends = list(accumulate(ways[0], initial=0))
-            cuts[path] = _Cut(0, [row_ends[end] for end in ends], packed=False)
-            del unresolved[path]
+            ways = [way for way in asked_ways(path, fields, counts) if sum(way) == len(value) and is_array(value)]
+            if ways and all(way == ways[0] for way in ways):
+                row_ends = list(accumulate(ways[0], initial=0))
+                cuts[path] = _Cut(0, [row_ends[end] for end in ends], packed=False)
+            else:
+                unresolved[path] = value
     if unresolved:
         rule = f"The batch has {samples} samples, and these have neither that many rows nor a known packing"
         raise _disagreement(unresolved, rule)

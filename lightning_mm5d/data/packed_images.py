@@ -117,12 +117,8 @@ def packed_rows(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) 
         tables = [table for table in tables if len(table) == items]
         owned = _items_per_sample(masks, items, tables) if told is None else told if sum(told) == items else None
         if owned is None:
-            rule = (
-                f"its {items} items fit the placeholders of the samples"
-                if told is None
-                else f"{told} adds up to {items}"
-            )
-            raise _cannot_count(kind, members, rule, masks)
+            rule = "fit the placeholders of the samples" if told is None else f"are as many as {told} says"
+            raise _cannot_count(kind, members, f"its {items} items {rule}", masks)
         ways = [owned, *(_sum_by(owned, table) for table in tables)]
         for path, value in (members | others).items():
             fitting = [way for way in ways if sum(way) == len(value)]
@@ -169,11 +165,27 @@ def asked_ways(path: Path, fields: Mapping[Path, Any], ways: Mapping[Path, list[
 def owns_other_rows(path: Path, value: Any, ways: Mapping[Path, list[int]]) -> bool:
     """Whether samples own other rows than one each of an array that has as many rows as samples by chance.
 
-    Images, [N, C, H, W], do where counts say so. What may be padded to one row a sample does not, [B, items, ...].
+    Images, [N, C, H, W], do where counts say so, and [N, D] of what is counted. What may be padded to one row a sample
+    does not: [B, items, ...] with as many items as a sample has at most, or with one value in place of those it lacks.
     """
     is_image = value.ndim == 4 and "image" in _words(path)
-    said = ways_of(path, ways).values() if value.ndim > 1 and path not in ways else ()
-    return any(sum(way) == len(value) and {*way} != {1} and (is_image or max(way) > value.shape[1]) for way in said)
+    said = ways_of(path, ways) if value.ndim > 1 and path not in ways else {}
+    said = {counts: way for counts, way in said.items() if sum(way) == len(value) and {*way} != {1}}
+    return any(is_image or not _is_padded(value, way, _words(path) <= _words(name)) for name, way in said.items())
+
+
+def _is_padded(value: Any, way: list[int], is_counted: bool) -> bool:
+    """Whether the rows of an array may each hold as many items as `way` says, and one value in place of others.
+
+    Args:
+        value: [B, items, ...]; or [N, D], with as many rows.
+        way: items of each sample.
+        is_counted: whether nothing but its rows has the name of what `way` counts.
+    """
+    if max(way) >= value.shape[1] or not is_counted:
+        return max(way) <= value.shape[1]
+    rest = torch.cat([torch.as_tensor(row)[count:].flatten() for row, count in zip(value, way, strict=True)])
+    return bool(((rest == rest[0]) | rest.isnan()).all())
 
 
 def _words(path: Path) -> set[str]:

@@ -443,6 +443,24 @@ def test_images_that_are_padded_to_one_row_a_sample_are_not_counted(shape: tuple
     assert torch.equal(split(batch, 2)[0].batch["images"], images[:2])
 
 
+@pytest.mark.parametrize("shape", [(4, 6), (4, 5, 2)], ids=str)
+def test_rows_are_counted_where_there_are_by_chance_as_many_as_samples_and_no_row_is_padded(
+    shape: tuple[int, ...],
+) -> None:
+    rows, counts = numbered(*shape), torch.tensor([0, 3, 1, 0])
+    batch = {"images": rows, "num_images": counts, "image_sizes": numbered(4, 7), "labels": torch.arange(4)}
+    first, last = split(batch, 2)
+    assert torch.equal(first.batch["images"], rows[:3])
+    assert torch.equal(last.batch["images"], rows[3:])
+    assert torch.equal(first.batch["image_sizes"], batch["image_sizes"][:2])  # of more than what is counted
+    for padding in (0.0, -1.0, float("nan")):
+        padded = rows.clone()
+        for row, count in zip(padded, counts.tolist(), strict=True):
+            row[count:] = padding
+        assert torch.equal(split(batch | {"images": padded}, 2)[0].batch["labels"], torch.arange(2))
+        assert len(split(batch | {"images": padded}, 2)[0].batch["images"]) == 2
+
+
 def test_a_count_of_another_modality_that_adds_up_to_as_much_is_not_asked() -> None:
     images, sounds = numbered(5, 3, 8, 8), numbered(5, 6, 8)
     counts, others = torch.tensor([3, 0, 1, 1]), torch.tensor([1, 2, 0, 2])

@@ -137,6 +137,7 @@ class _RowLosses(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target = ctx.saved_tensors
+        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
         own = weight.shape[0]
         weight = padded_rows(weight, ctx.compute.multiple)
         if bias is not None:
@@ -151,8 +152,8 @@ class _RowLosses(torch.autograd.Function):
             for start in range(0, len(hidden), ctx.rows):
                 rows = slice(start, start + ctx.rows)
                 part = hidden[rows]
-                logits = F.linear(part, weight, bias).requires_grad_()
-                with torch.enable_grad():
+                with torch.enable_grad():  # by which flops that are computed again are told from others
+                    logits = F.linear(part, weight, bias).requires_grad_()
                     losses = ctx.compute.of(logits, target[rows])
                 (gradient,) = torch.autograd.grad(losses, logits, gradients[0][rows])
                 del logits, losses

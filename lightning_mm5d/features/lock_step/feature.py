@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -117,23 +118,30 @@ class InLockStep(Feature):
             running.optimization.around.append(lock_step)
             return lock_step
         gathers = any(modality.sharding.reshard_after_forward for modality in plan.modalities.values())
-        return _Uncompiled(running.module) if running.runtime.groups or running.experts or gathers else None
+        meets = bool(running.runtime.groups or running.experts or gathers)
+        return _Generating(running.module, compiled=not meets)
 
 
-class _Uncompiled(Attached):
-    """Has models of transformers generate as they are: on a GPU they are compiled, and ranks meet in their calls.
+class _Generating(Attached):
+    """Has models of transformers generate from microbatches, on ranks that meet in their calls.
+
+    A microbatch holds None for images that none of its samples has. A forward takes that for no images, as where it
+    is not told of any; `generate` encodes what it is told of, and so is not told.
 
     Args:
         root: the LightningModule.
+        compiled: whether they may compile themselves on a GPU; not where ranks meet in their calls.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, *, compiled: bool = False) -> None:
         for module in root.modules():
-            if hasattr(module, "get_compiled_call"):
+            if not compiled and hasattr(module, "get_compiled_call"):
                 self.put_attribute(module, "get_compiled_call", partial(_as_it_is, module))
+            if hasattr(module, "generate") and (inputs := _encoder_inputs(module)):
+                self.put_attribute(module, "generate", _without_none(module.generate, inputs))
 
 
-class LockStep(_Uncompiled, AroundUpdates):
+class LockStep(_Generating, AroundUpdates):
     """Runs steps of one rank in lock step with the other ranks of its replicas.
 
     Args:
@@ -477,6 +485,25 @@ def _sent(root: nn.Module, one: Written) -> list[Any]:
 
 def _as_it_is(module: nn.Module, *_: Any) -> Callable[..., Any]:
     return module.__call__
+
+
+def _encoder_inputs(model: nn.Module) -> frozenset[str]:
+    """The arguments of a model of transformers that `generate` hands to encoders itself."""
+    base: Any = getattr(model, "base_model", model)
+    kinds = [name for name in dir(type(base)) if name.startswith("get_") and name.endswith("_features")]
+    return frozenset(name for kind in kinds for name in inspect.signature(getattr(base, kind)).parameters)
+
+
+def _without_none(original: Any, inputs: frozenset[str]) -> Callable[..., Any]:
+    """Return `original` that is called without those of `inputs` that are None."""
+
+    @functools.wraps(original)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        return original(
+            *args, **{name: kwargs[name] for name in kwargs if name not in inputs or kwargs[name] is not None}
+        )
+
+    return generate
 
 
 def _check_clock(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ It differs in three ways:
 
 - Attention counts the pairs that its mask allows. A backward of fused attention is twice its forward, and what the
   kernel computes of the scores again is recomputation.
-- What a backward computes with gradients switched on is a forward that runs again: recomputation.
+- What a backward computes with gradients switched on, or within a module, is a forward that runs again: recomputation.
 - What several ranks compute on equal inputs, such as a layer that tensor parallel ranks do not share, is computed once
   by all of them together; the rest is recomputation.
 
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
 from lightning_mm5d.config.errors import private
@@ -42,6 +43,8 @@ _FORMULAS = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
         _aten._scaled_dot_product_flash_attention_backward
     ],
+    _aten.addmm_: flop_registry[_aten.addmm],  # of sums in place, as grids and fused heads make them
+    _aten.baddbmm_: flop_registry[_aten.baddbmm],
 }
 
 
@@ -64,6 +67,7 @@ class FlopCount(Watching):
     def __init__(self, root: nn.Module, owners: Mapping[str, str], copies: Mapping[str, int], base: str) -> None:
         super().__init__()
         self.base, self.flops, self.again = base, defaultdict[str, float](float), defaultdict[str, float](float)
+        self._running = 0  # modules that a backward runs now
         self._inside: list[_Place] = []
         self._from: list[int] = [0]  # numbers of nodes from which on those of a forward belong to another place
         self._places: list[_Place | None] = [None]
@@ -80,6 +84,8 @@ class FlopCount(Watching):
             after = module.register_forward_hook(lambda *_: self._pop(), always_call=True)
             self._stack.callback(before.remove)
             self._stack.callback(after.remove)
+        self._stack.callback(register_module_forward_pre_hook(lambda *_: self._called(1)).remove)
+        self._stack.callback(register_module_forward_hook(lambda *_: self._called(-1), always_call=True).remove)
         self._stack.enter_context(self)
 
     def end(self) -> None:
@@ -101,6 +107,10 @@ class FlopCount(Watching):
     def _pop(self) -> None:
         del self._inside[-1:]
         self._mark()
+
+    def _called(self, change: int) -> None:
+        """Note that a backward runs a module, or has run it."""
+        self._running += change if in_backward() else 0
 
     def _now(self) -> _Place:
         return self._inside[-1] if self._inside else (self.base, 1)
@@ -124,8 +134,8 @@ class FlopCount(Watching):
             return _attention(func, packet, args, kwargs, out)
         if "grouped_mm" in name:
             return _grouped(name, args), 0
-        if packet in flop_registry:
-            return int(flop_registry[packet](*args, **kwargs, out_val=out)), 0
+        if (formula := flop_registry.get(packet) or _FORMULAS.get(packet)) is not None:
+            return int(formula(*args, **kwargs, out_val=out)), 0
         if isinstance(func, torch._ops.OpOverload) and func.namespace not in _KNOWN and name not in self._told:
             self._told.add(name)
             rank_zero_warn(f"ModalityThroughput: the flops of {name} are not known, and do not count")
@@ -139,7 +149,9 @@ class FlopCount(Watching):
         flops, again = self._flops(func, packet, args, kwargs, out)
         if flops and not any(is_remote(one) or one.is_meta for _, one in tensors_in((args, out))):
             modality, copies = self._place()
-            own = 0 if in_backward() and torch.is_grad_enabled() else flops / copies
+            # gradients are off within functions of their own, also where their forward runs again
+            is_again = in_backward() and (torch.is_grad_enabled() or self._running > 0)
+            own = 0 if is_again else flops / copies
             self.flops[modality] += own
             self.again[modality] += flops + again - own
         return out

@@ -206,6 +206,29 @@ def test_a_model_whose_ranks_meet_in_its_calls_generates_without_being_compiled(
 # --- replicas, microbatches and loops of one's own ---
 
 
+class Naming(Speaker):
+    def speak(self, batch: Any) -> Any:
+        return [row[-2:] for row in continued(self, batch)]
+
+
+def named(rank: int, modalities: Any, world: int) -> Any:
+    """Tokens that follow four samples of which the first two have no image."""
+    module = Naming(CASES["qwen2_5_vl"].build().model)
+    chosen = "auto" if modalities is None else strategy(modalities, num_microbatches=2)
+    trainer = L.Trainer(accelerator="cpu", devices=world, strategy=chosen, logger=False, enable_progress_bar=False)
+    batch = CASES["qwen2_5_vl"].batch(4, images=[0, 0, 1, 2])
+    return trainer.predict(module, DataLoader(Batches([batch]), batch_size=None))[0]  # type: ignore[index]
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_microbatch_without_images_generates_as_a_batch_without_images_does() -> None:
+    """vision: rank 0, language: rank 1; both on ranks 0-1 with tp 2"""
+    layouts = ({"vision": m(), "language": m()}, {"vision": m(colocate_with="language"), "language": m(tp_size=2)})
+    expected = named(0, None, 1)
+    for modalities in layouts:
+        assert call_ranks(2, named, modalities, 2) == [expected] * 2
+
+
 def chosen(logits: Tensor) -> Tensor:
     return logits.argmax(-1, keepdim=True)
 
