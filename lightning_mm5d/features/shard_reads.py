@@ -7,20 +7,32 @@ attribute, after ``self.old = self.layer.weight.clone()`` in a step. What a modu
 other tensors along, or leaves the sharded dim as it is, and is not meant.
 
 The first batch of each step is watched. A modality that is sharded over no ranks costs nothing.
+
+Refuses calls by which a step would compute with tensors that do not fit a rank's part of the module, without a word:
+
+- `torch.func.functional_call` of a sharded module with full tensors: each rank would compute all, and ranks would add
+  up what is full already;
+- transforms of `torch.func` (`vmap`, `grad`, `jacrev`) around modules that other ranks compute, or of which a rank has
+  a shard: what such a call hands to another rank or a collective knows nothing of the transform.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch._functorch import eager_transforms
+from torch._functorch import vmap as vectorized
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
 from lightning_mm5d.schedule import Action
 from lightning_mm5d.sharded.remote_value import LIKE, TELLING, is_remote
@@ -39,17 +51,113 @@ class ShardReads(Feature):
     """Has no field: it changes no number."""
 
     def attach(self, running: Running) -> Attached | None:
-        """Watch the first step of each kind, unless modules are compiled."""
+        """Guard some calls of torch.func, and watch the first step of each kind, unless modules are compiled."""
+        guards = _Guards(running)
         shards = running.plan.division.shards
         named = running.module.named_parameters(remove_duplicate=False)
         weights = {name: one for name, one in named if name in shards and not is_remote(one)}
         compiles = any(one.compute.compile for one in running.plan.modalities.values())
         if not weights or compiles or running.steps.batch_parts.is_compiled:
-            return None
-        return _Watched(running, weights, {name: _dims(shards[name]) for name in weights})
+            return guards
+        _Watched(running, weights, {name: _dims(shards[name]) for name in weights})
+        return guards
 
 
-class _Watched(Attached, AroundSteps, AroundStep):
+_NESTINGS: tuple[tuple[ModuleType, str, bool], ...] = (
+    (vectorized, "vmap_increment_nesting", False),
+    (eager_transforms, "grad_increment_nesting", True),
+    (eager_transforms, "jvp_increment_nesting", True),
+)
+"""what transforms of `torch.func` enter around a function, and whether they differentiate it"""
+
+
+class _Guards(Attached):
+    """Refuses transforms of `torch.func`, and its `functional_call`, where they would compute with parts of modules.
+
+    Args:
+        running: the run on this rank.
+    """
+
+    def __init__(self, running: Running) -> None:
+        plan, self._runtime = running.plan, running.runtime
+        self._shards, self._root = plan.division.shards, running.module
+        axes = plan.layout.axes.values()
+        is_cut = (
+            bool(plan.topology.edges) or any(max(one.tp, one.cp) > 1 for one in axes) or running.experts is not None
+        )
+        self._cut = self._modules_cut(running) if is_cut else {}
+        rows = {id(one.parameter) for one in running.shared.all}
+        parts = self._root.named_modules()
+        self._rows = {one: path for path, one in parts if any(id(p) in rows for p in one.parameters(recurse=False))}
+        if self._shards:
+            self.put_attribute(stateless, "_functional_call", self._called(private(stateless, "_functional_call")))
+        for owner, name, differentiates in _NESTINGS if self._cut or self._rows else ():
+            watched = self._cut | self._rows if differentiates else self._cut
+            self.put_attribute(owner, name, self._watching(private(owner, name), watched))
+
+    def _modules_cut(self, running: Running) -> dict[nn.Module, str]:
+        """Modules at which a run goes over to other ranks, and those with a parameter that is sharded or elsewhere."""
+        partition, lists = running.plan.partition, running.plan.partition.layers.values()
+        ends = {cut.path for encoder in partition.encoders.values() for cut in encoder.boundaries}
+        found = {}
+        for path, module in self._root.named_modules():
+            named = module.named_parameters(path, recurse=False)
+            is_part = any(name in self._shards or is_remote(one) for name, one in named)
+            if path and (is_part or path in ends or path.rpartition(".")[0] in {one for one in lists if one}):
+                found[module] = path
+        return found
+
+    def _watching(
+        self, nesting: Callable[..., AbstractContextManager[Any]], watched: Mapping[nn.Module, str]
+    ) -> Callable[..., AbstractContextManager[Any]]:
+        """Return `nesting`, in which calls of the modules `watched` are refused while a step runs."""
+
+        def check(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if module in watched and (self._runtime.active is not None or self._runtime.in_lock_step):
+                raise ConfigError(
+                    watched[module],
+                    "a call within a transform of torch.func (vmap, grad, jacrev, jvp)",
+                    "Other ranks hold this module or a part of it, and what they exchange knows nothing of a transform",
+                    "Call the module before, and transform what is computed of its result; take gradients by "
+                    "torch.autograd.grad within one stage; or let every rank hold all of it (colocate_with, pp_size=1, "
+                    "tp_size=1, zero_stage=0)",
+                )
+
+        @contextmanager
+        def nested(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            hook = register_module_forward_pre_hook(check)
+            try:
+                with nesting(*args, **kwargs) as level:
+                    yield level
+            finally:
+                hook.remove()
+
+        return nested
+
+    def _called(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `original`, which calls a module with other tensors, where these have the shapes of this rank."""
+
+        def checked(module: nn.Module, tensors: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+            own = dict(module.named_parameters(remove_duplicate=False))
+            for name, given in tensors.items():
+                if name in own and self._in_shards(own[name]) and given.shape != own[name].shape:
+                    raise ConfigError(
+                        "torch.func.functional_call",
+                        f"{name!r} of shape {tuple(given.shape)}",
+                        f"Ranks share that weight, and this one computes with {tuple(own[name].shape)} of it",
+                        "Call a copy that is a submodule, whose weights a hook updates (self.average = "
+                        "copy.deepcopy(module) in __init__), or use tp_size=1",
+                    )
+            return original(module, tensors, *args, **kwargs)
+
+        return checked
+
+    def _in_shards(self, parameter: nn.Parameter) -> bool:
+        named = self._root.named_parameters(remove_duplicate=False)
+        return any(one is parameter and name in self._shards for name, one in named)
+
+
+class _Watched(AroundSteps, AroundStep):
     def __init__(
         self, running: Running, weights: Mapping[str, nn.Parameter], dims: Mapping[str, Sequence[int]]
     ) -> None:

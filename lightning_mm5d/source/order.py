@@ -187,6 +187,9 @@ class _Reader:
         if chain and is_named and isinstance(target, ast.Name):
             self._local[target.id] = chain
 
+    def _is_module(self, node: ast.AST) -> bool:
+        return self._holds(self._chain(node) or [""])
+
     def _holds(self, chain: list[str]) -> bool:
         """Whether the names after ``self`` lead to a module."""
         here: nn.Module | None = self._module
@@ -198,7 +201,8 @@ class _Reader:
         chain = self._chain(node.func)
         if chain is None and not is_super(node.func):
             self._visit(node.func)
-        for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
+        # a module that is handed on is called when all arguments are there
+        for argument in sorted((*node.args, *(keyword.value for keyword in node.keywords)), key=self._is_module):
             self._visit(argument)
         if is_super(node.func):
             assert isinstance(node.func, ast.Attribute)
@@ -255,11 +259,7 @@ def _is_call_of(node: ast.AST, name: str) -> bool:
 
 
 def _rest(node: ast.AST, field: str) -> Iterator[ast.AST]:
-    for name, value in ast.iter_fields(node):
-        if name != field:
-            yield from (
-                child for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)
-            )
+    return (child for child in ast.iter_child_nodes(node) if child is not getattr(node, field))
 
 
 def used_fields(root: nn.Module, path: str, method: str) -> frozenset[str] | None:

@@ -358,10 +358,13 @@ class LayerResults:
 
 
 def _may_be_none(entry: Any) -> bool:
-    """Whether an entry beside the hidden state holds tensors alone; the code after a layer computes with numbers."""
+    """Whether an entry beside the hidden state holds larger tensors alone.
+
+    The code after a layer computes with numbers, as auxiliary losses are (``hidden, loss = layer(hidden)``).
+    """
     if isinstance(entry, list | tuple):
         return all(map(_may_be_none, entry))
-    return not isinstance(entry, int | float | str)
+    return not isinstance(entry, int | float | str) and not (isinstance(entry, Tensor) and entry.dim() == 0)
 
 
 def _structure(layer: nn.Module) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
 from torch.optim.swa_utils import get_ema_avg_fn
@@ -194,6 +195,38 @@ def test_calls_swaps_and_helpers_in_hooks_are_those_of_one_process(name: str) ->
         for rank, got in enumerate(outcome.ranks):
             assert_same(got[:-1], outcome.one[:-1], where=f"{scenario} on rank {rank}")
         assert_same(outcome.ranks[0][-1], outcome.one[-1], where=scenario)
+
+
+class Teaches(Toy):
+    """Moves a frozen teacher in `hook`, which an optimizer's step follows or has just followed."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.encoder).requires_grad_(False)
+        vars(self)[hook] = self.move
+
+    def move(self, *_: Any) -> None:
+        with torch.no_grad():
+            for one, other in zip(self.teacher.parameters(), self.encoder.parameters(), strict=True):
+                one.lerp_(other, 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + F.mse_loss(self.encoder(batch["images"]), self.teacher(batch["images"] * 1.1))
+
+
+def taught(run: Run) -> list[Any]:
+    found = []
+    for hook in ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step"):
+        module = Teaches(hook)
+        run.trainer().fit(module, run.training())
+        found.append(weights(module))
+    return found
+
+
+def test_what_hooks_around_an_optimizers_step_write_to_frozen_parameters_stays() -> None:
+    """two replicas that share optimizer states: ranks 0-1"""
+    outcome = outcomes(LAYOUTS["zero 1"], taught, num_microbatches=1)["taught"]
+    assert_same(outcome.ranks[0], outcome.one)
 
 
 # --- what is refused, and who waits for whom ---

@@ -285,6 +285,10 @@ class _FullViews(Attached):
                 if not issubclass(form.kind, Placeholder):
                     if "values" in self._opened:
                         self._exchange.cut(form.name, form.parameter.data, form.data)
+                        one = self._shared.get(form.parameter)
+                        # rows of what is frozen are not exchanged after an optimizer's step
+                        if one and one.whole is not None and not (one.rests_own or form.parameter.requires_grad):
+                            self._exchange.cut(form.name, form.parameter.data, one.whole)
                     if "gradients" in self._opened:
                         self._take_gradient(form)
 

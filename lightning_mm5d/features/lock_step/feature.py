@@ -30,7 +30,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mm5d.config.errors import RankLostError, RankMismatchError, repeated
+from lightning_mm5d.config.errors import ConfigError, RankLostError, RankMismatchError, repeated
 from lightning_mm5d.data.random_state import kept_random_state, seed_all, seed_of, set_torch_states, torch_states
 from lightning_mm5d.engine.codec import TreeChannel
 from lightning_mm5d.engine.step import Step
@@ -62,6 +62,14 @@ from lightning_mm5d.trainer.own_backwards import replaced, without_inputs
 _MOST = 1 << 18
 """elements of a tensor that travels because a call keeps it in an attribute"""
 _WHOLE = "Gradients cross to layers of other ranks, and a backward to some inputs does not reach these"
+_ENDS = (
+    "Ranks hold parts of the module and answer each other's calls, and the gradient of a parameter stays at its rank"
+)
+_BACKWARD = (
+    "Take the gradient of a value between modules (a feature, logits), or call self.manual_backward(loss) and change "
+    "gradients by element in on_before_optimizer_step; for gradients of several losses beside each other give all "
+    "modalities the same ranks (colocate_with), with pp_size=1"
+)
 _TOGGLE = "Leave out inputs, and let only these require a gradient: self.toggle_optimizer(optimizer)"
 
 
@@ -96,13 +104,23 @@ class _Place:
     inside: int = 0  # how many units compute here
     optimizes: bool = False  # whether gradients cross
     differentiates: bool = False  # whether a step is in `torch.autograd.grad`, which leaves parameters alone
+    answered: Mapping[int, str] = field(default_factory=dict)  # names of the parameters in calls that are answered
 
     def computing(self) -> AbstractContextManager[None]:
         """Enter where a unit computes, forward or backward: what it calls runs here, and crosses to nobody."""
         return meanwhile(self, inside=self.inside + 1)
 
     def gradients(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `torch.autograd.grad` for a step."""
+        """Call `torch.autograd.grad` for a step.
+
+        Raises:
+            ConfigError: for a parameter of a call that an owner answers: the graph of a step ends at the call.
+        """
+        asked = kwargs.get("inputs", args[1] if len(args) > 1 else ())
+        for one in [asked] if isinstance(asked, Tensor) else asked:
+            if id(one) in self.answered:
+                got = f"torch.autograd.grad(..., {self.answered[id(one)]})"
+                raise ConfigError("training_step", got, _ENDS, _BACKWARD)
         with meanwhile(self, differentiates=True):
             return original(*args, **kwargs)
 
@@ -245,6 +263,7 @@ class LockStep(_Generating, AroundUpdates):
             if optimizes and any(set(one) != set(layout.replica_ranks(replica)) for one in ranks.values()):
                 stack.enter_context(without_inputs("manual_backward", _WHOLE, _TOGGLE))
                 stack.enter_context(replaced(place.gradients, "grad"))
+                place.answered = self._answered(place)
             for unit in self._units:
                 self._patch(place, unit, stack)
             self._runtime.in_lock_step = True
@@ -369,8 +388,16 @@ class LockStep(_Generating, AroundUpdates):
         self._check(sent, name)
         return found
 
+    def _is_answered(self, place: _Place, unit: _Unit) -> bool:
+        return set(place.ranks[unit.stage]) != set(self._plan.layout.replica_ranks(place.replica))
+
+    def _answered(self, place: _Place) -> dict[int, str]:
+        """The names of the parameters of units that are answered, by identity."""
+        units = [unit for unit in self._units if self._is_answered(place, unit)]
+        return {id(one): name for unit in units for name, one in unit.module.named_parameters(unit.owner)}
+
     def _patch(self, place: _Place, unit: _Unit, stack: ExitStack) -> None:
-        if set(place.ranks[unit.stage]) == set(self._plan.layout.replica_ranks(place.replica)):
+        if not self._is_answered(place, unit):
             return
         original = getattr(unit.module, unit.method)
 

@@ -4,7 +4,7 @@ Modules: manual optimization where ranks of a replica cannot run a step together
 synced batch norms, routers whose outputs cross stages, prefix tuning, parameters that share memory with other tensors
 (weights tied by `.data`). Callbacks that work on full parameters.
 
-Refuses a `backward` that takes the norm of gradients where ranks hold parts of the module.
+Refuses a `backward`, and a manual step, that make numbers of gradients (norms) where ranks hold parts of the module.
 
 Hooks see the gradients of all ranks. An overridden `LightningModule.backward` sees those of its rank, before ranks sum
 them: with another norm on each rank weights drift from those of one process. What the method does is read from its
@@ -289,11 +289,13 @@ def _parameters(module: pl.LightningModule) -> dict[str, int]:
 
 
 _CLIPS = {"clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"}
-_NORMS = {"norm", "vector_norm", "_foreach_norm"}
+_REDUCING = {"norm", "vector_norm", "_foreach_norm", "sum", "mean", "max", "min", "amax", "amin", "any", "all", "prod"}
+_REDUCING |= {"dot", "vdot", "inner", "std", "var", "cosine_similarity", "item"}
+_ADDING = {"append", "extend"}
 
 
 def _check_norms(module: pl.LightningModule, plan: Plan) -> None:
-    """Refuse a module whose `backward`, or manual step, takes a norm of gradients of one rank alone.
+    """Refuse a module whose `backward`, or manual step, makes numbers (norms) of gradients of one rank alone.
 
     Raises:
         ConfigError: where ranks hold several stages, shards or rows.
@@ -302,26 +304,26 @@ def _check_norms(module: pl.LightningModule, plan: Plan) -> None:
     if plan.topology.is_replicated and not parts:
         return
     if found := _norm_in(type(module), "backward"):
-        rule = "It takes the norm of the gradients of one rank, before they are summed over ranks"
+        rule = "It makes a number of the gradients of one rank, before they are summed over ranks"
         fix = "Do it in on_after_backward or on_before_optimizer_step, which see full gradients"
         raise ConfigError(f"{type(module).__name__}.backward", found, rule, fix)
     if not module.automatic_optimization and (found := _norm_in(type(module), "training_step")):
         rule = (
-            "A step that optimizes manually has the gradients of its rank's own layers or shards, and takes their norm"
+            "A step that optimizes manually has gradients of its rank's own layers or shards, and makes numbers of them"
         )
         fix = "Clip by self.clip_gradients(optimizer, ...), or use automatic optimization, or one stage without tp_size"
         raise ConfigError(f"{type(module).__name__}.training_step", found, rule, fix)
 
 
 def _norm_in(cls: type, hook: str) -> str:
-    """Return the name of what takes a norm in a hook, "" where nothing does or where its source is unknown."""
+    """Return the name of what makes a number of gradients in a hook, "" where nothing does or no source is known."""
     for function in _called(cls, hook):
         named = names(function, variables=False) or frozenset()
         for name in sorted(named):
             if name in _CLIPS or (name == "grad_norm" and "strategy" not in named and _is_lightnings(function)):
                 return name
-        if "grad" in named and _reads_gradients(function) and _calls_norm(function):
-            return "the norm of .grad"
+        if "grad" in named and (reduction := _reduction_of_gradients(function)):
+            return f"{reduction}() of .grad"
     return ""
 
 
@@ -338,21 +340,30 @@ def _called(cls: type, hook: str) -> Iterator[FunctionType]:
             waiting += [method_of(cls, name) or function.__globals__.get(name) for name in named]
 
 
-def _calls_norm(function: FunctionType) -> bool:
-    tree = tree_of(function)
-    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)] if tree is not None else []
-    return any(isinstance(call, ast.Attribute) and call.attr in _NORMS for call in calls)
+def _reduction_of_gradients(function: FunctionType) -> str:
+    """Return what makes numbers of `.grad` of something in a function, which may give it names meanwhile; else ""."""
+    tree, derived = tree_of(function), set[str]()
+    nodes = [*ast.walk(tree)] if tree is not None else []
+
+    def is_derived(node: ast.AST) -> bool:
+        reads = (one.value for one in ast.walk(node) if isinstance(one, ast.Attribute) and one.attr == "grad")
+        found = any("autograd" not in (getattr(one, "attr", ""), getattr(one, "id", "")) for one in reads)
+        return found or not derived.isdisjoint(_names_in(node))
+
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    made = [(one.value or one, one.targets) for one in nodes if isinstance(one, ast.Assign)]
+    made += [(one.iter, [one.target]) for one in nodes if isinstance(one, ast.For | ast.comprehension)]
+    made += [(one, [one.func]) for one in calls if getattr(one.func, "attr", "") in _ADDING]
+    for _ in made:  # a name may be given to what an earlier pass has found
+        derived.update(
+            name for value, targets in made if is_derived(value) for one in targets for name in _names_in(one)
+        )
+        derived.discard("self")
+    return next((one.func.attr for one in calls if one.func.attr in _REDUCING and is_derived(one)), "")  # type: ignore
 
 
-def _reads_gradients(function: FunctionType) -> bool:
-    """Whether a function reads `.grad` of something, which ``torch.autograd.grad`` is not."""
-    tree = tree_of(function)
-    reads = (
-        [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "grad"]
-        if tree
-        else []
-    )
-    return any("autograd" not in (getattr(one, "attr", ""), getattr(one, "id", "")) for one in reads)
+def _names_in(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
 
 
 def _is_lightnings(function: FunctionType) -> bool:

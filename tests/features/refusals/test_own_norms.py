@@ -91,6 +91,30 @@ class ClipsByHand(Toy):
         self.optimizers().step()
 
 
+class Projects(ClipsByHand):
+    """Multiplies gradients of two losses, which have names and lie in a list."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        kept = []
+        for weight in (1.0, 2.0):
+            self.manual_backward(weight * self.loss(batch))
+            grads = [p.grad.clone() for p in self.parameters()]
+            kept.append(grads)
+        self.log("product", sum((one * other).sum() for one, other in zip(*kept, strict=True)))
+
+
+class Clamps(ClipsByHand):
+    """Changes gradients element by element, and takes a mean of something else."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self(batch).mean()
+        self.manual_backward(loss)
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad = p.grad.clamp(-1, 1)
+        self.log("mean", loss.mean())
+
+
 class Penalizes(ClipsByHand):
     """Takes the norm of a gradient that is no parameter's."""
 
@@ -104,8 +128,10 @@ class Penalizes(ClipsByHand):
 
 def test_a_manual_step_may_take_norms_of_gradients_of_values_and_not_of_parameters(stages: Any) -> None:
     REFUSALS.check(Penalizes(), stages, CPU)
-    with pytest.raises(ConfigError, match=r"self\.clip_gradients"):
-        REFUSALS.check(ClipsByHand(), stages, CPU)
+    REFUSALS.check(Clamps(), stages, CPU)
+    for module in (ClipsByHand(), Projects()):
+        with pytest.raises(ConfigError, match=r"self\.clip_gradients"):
+            REFUSALS.check(module, stages, CPU)
     REFUSALS.check(ClipsByHand(), plan_of(SHARED), CPU)
 
 

@@ -7,6 +7,7 @@ from ordinary.rows import (  # noqa: F401
     copied_parts,
     data_kinds,
     data_modules,
+    differentiation,
     evaluation,
     from_guides,
     guides_metrics,
