@@ -26,12 +26,11 @@ found out when it runs: the pipeline cannot run it, what it did is undone, and i
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial, wraps
 from types import FunctionType
 from typing import Any
 
@@ -62,13 +61,10 @@ from lightning_mm5d.trainer.own_backwards import replaced, without_inputs
 _MOST = 1 << 18
 """elements of a tensor that travels because a call keeps it in an attribute"""
 _WHOLE = "Gradients cross to layers of other ranks, and a backward to some inputs does not reach these"
-_ENDS = (
-    "Ranks hold parts of the module and answer each other's calls, and the gradient of a parameter stays at its rank"
-)
+_ENDS = "Ranks hold parts of the module and answer each other's calls, and gradients of parameters stay at their ranks"
 _BACKWARD = (
-    "Take the gradient of a value between modules (a feature, logits), or call self.manual_backward(loss) and change "
-    "gradients by element in on_before_optimizer_step; for gradients of several losses beside each other give all "
-    "modalities the same ranks (colocate_with), with pp_size=1"
+    "Take the gradient of a value between modules (a feature, logits), or change gradients by element in "
+    "on_before_optimizer_step; for gradients of several losses let modalities share ranks (colocate_with, pp_size=1)"
 )
 _TOGGLE = "Leave out inputs, and let only these require a gradient: self.toggle_optimizer(optimizer)"
 
@@ -119,8 +115,9 @@ class _Place:
         asked = kwargs.get("inputs", args[1] if len(args) > 1 else ())
         for one in [asked] if isinstance(asked, Tensor) else asked:
             if id(one) in self.answered:
-                got = f"torch.autograd.grad(..., {self.answered[id(one)]})"
-                raise ConfigError("training_step", got, _ENDS, _BACKWARD)
+                raise ConfigError(
+                    "training_step", f"torch.autograd.grad(..., {self.answered[id(one)]})", _ENDS, _BACKWARD
+                )
         with meanwhile(self, differentiates=True):
             return original(*args, **kwargs)
 
@@ -136,8 +133,7 @@ class InLockStep(Feature):
             running.optimization.around.append(lock_step)
             return lock_step
         gathers = any(modality.sharding.reshard_after_forward for modality in plan.modalities.values())
-        meets = bool(running.runtime.groups or running.experts or gathers)
-        return _Generating(running.module, compiled=not meets)
+        return _Generating(running.module, compiled=not (running.runtime.groups or running.experts or gathers))
 
 
 class _Generating(Attached):
@@ -274,7 +270,7 @@ class LockStep(_Generating, AroundUpdates):
         """Let `generate` run in lock step wherever it is called; a pipeline cannot run it."""
         original = module.generate
 
-        @functools.wraps(original)  # type: ignore[arg-type]
+        @wraps(original)  # type: ignore[arg-type]
         def generate(*args: Any, **kwargs: Any) -> Any:
             active = self._runtime.active
             if active is not None:
@@ -302,7 +298,7 @@ class LockStep(_Generating, AroundUpdates):
 
     # --- what is answered ---
 
-    @functools.cached_property
+    @cached_property
     def _units(self) -> list[_Unit]:
         partition, root = self._plan.partition, self._runtime.root
         found = []
@@ -320,7 +316,7 @@ class LockStep(_Generating, AroundUpdates):
                 found.append(_Unit(module, "forward", path, path, owner))
         return found
 
-    @functools.cached_property
+    @cached_property
     def _loose(self) -> list[tuple[nn.Module, str, str, StageKey]]:
         """The parameters of modules whose parts lie on several ranks: module, name, full name, and a stage with it."""
         found = []
@@ -401,7 +397,7 @@ class LockStep(_Generating, AroundUpdates):
             return
         original = getattr(unit.module, unit.method)
 
-        @functools.wraps(original)  # generation reads the signature
+        @wraps(original)  # generation reads the signature
         def answered(*args: Any, **kwargs: Any) -> Any:
             if place.inside:
                 return original(*args, **kwargs)
@@ -524,11 +520,9 @@ def _encoder_inputs(model: nn.Module) -> frozenset[str]:
 def _without_none(original: Any, inputs: frozenset[str]) -> Callable[..., Any]:
     """Return `original` that is called without those of `inputs` that are None."""
 
-    @functools.wraps(original)
+    @wraps(original)
     def generate(*args: Any, **kwargs: Any) -> Any:
-        return original(
-            *args, **{name: kwargs[name] for name in kwargs if name not in inputs or kwargs[name] is not None}
-        )
+        return original(*args, **{name: one for name, one in kwargs.items() if name not in inputs or one is not None})
 
     return generate
 
