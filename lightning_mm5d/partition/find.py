@@ -362,6 +362,8 @@ def position(root: nn.Module, path: str, layers: str) -> tuple[bool, bool]:
     for method in methods:
         uses = touched(ancestor, method)
         own = [item.split(".")[0] == mine for item, _ in uses]
+        run = [is_own and (use[1] or not has_module(ancestor, use[0])) for is_own, use in zip(own, uses, strict=True)]
+        own = run if True in run else own  # not those that only look at a configuration
         theirs = [_runs(ancestor, *use, ".".join([its, *deeper])) for use in uses]
         theirs = theirs if True in theirs else [item.split(".")[0] == its for item, _ in uses]
         if True not in theirs:

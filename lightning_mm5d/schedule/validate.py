@@ -210,8 +210,16 @@ def from_csv(text: str, graph: Graph) -> Schedule:
             )
         rank = int(cells[0])
         schedule[rank] += [_parse(cell, rank, graph, number) for cell in cells[1:] if cell]
-    validate(schedule, graph)
+    _validate_users(schedule, graph)
     return schedule
+
+
+def _validate_users(schedule: Schedule, graph: Graph) -> None:
+    """Validate what a user has made, with the name of the field in errors."""
+    try:
+        validate(schedule, graph)
+    except ScheduleError as error:
+        raise ScheduleError(f"schedule: {error}") from error
 
 
 def to_csv(schedule: Schedule, graph: Graph) -> str:
@@ -238,7 +246,7 @@ def from_function(make: Callable[[Graph], Schedule], graph: Graph) -> Schedule:
             f"schedule: the function returned {got!r}. It returns a list of Action for each rank, as a dict. "
             "Return for instance build('1f1b', graph)."
         )
-    validate(schedule, graph)
+    _validate_users(schedule, graph)
     return schedule
 
 
