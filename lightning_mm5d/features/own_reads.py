@@ -22,9 +22,10 @@ after all moves at that moment, and moves with the batch from then on.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -72,7 +73,7 @@ class OwnItems(Attached, AroundSteps):
 
     def step(self, course: Course) -> AroundStep | None:
         """Learn from a training step."""
-        return _LearningItems(self, course.step) if course.step.trains else None
+        return _Learning(self.learn, course.step) if course.step.trains else None
 
     def learn(self, parts: Parts) -> None:
         """Note, after a training step, what was read of its microbatches."""
@@ -125,15 +126,15 @@ class OwnItems(Attached, AroundSteps):
         super().remove()
 
 
-class _LearningItems(AroundStep):
-    """Of one training step."""
+class _Learning(AroundStep):
+    """Of one training step: what was read of its microbatches, whose tensors are those that it was given."""
 
-    def __init__(self, items: OwnItems, step: Step) -> None:
-        self._items, self._step = items, step
+    def __init__(self, learn: Callable[[Parts], None], step: Step) -> None:
+        self._learn, self._step = learn, step
 
     def end(self) -> None:
-        """Learn from its microbatches, whose tensors are those that were read."""
-        self._items.learn(self._step.microbatches)
+        """Learn."""
+        self._learn(self._step.microbatches)
 
 
 def _lazy(parts: Parts) -> Iterator[tuple[Place, LazyTensor]]:
@@ -172,9 +173,9 @@ class UnreadTensors(Attached, AroundSteps):
 
     def step(self, course: Course) -> AroundStep | None:
         """Learn from a training step."""
-        return _LearningTensors(self, course.step) if course.step.trains else None
+        return _Learning(self.learn, course.step) if course.step.trains else None
 
-    def learn(self, microbatches: Iterable[Microbatch]) -> None:
+    def learn(self, parts: Parts) -> None:
         """Note, after a training step, what its microbatches had for calls of other ranks alone."""
 
         def note(path: Path, tensor: Tensor) -> Tensor:
@@ -183,7 +184,7 @@ class UnreadTensors(Attached, AroundSteps):
             return tensor
 
         if self._handed:
-            for part in microbatches:
+            for part in chain.from_iterable(parts.values()):
                 with_tensors(part.batch, note)
             self._handed.clear()
 
@@ -204,17 +205,6 @@ class UnreadTensors(Attached, AroundSteps):
 
     def _must_move(self, tensor: Tensor) -> bool:
         return type(tensor) is Tensor and tensor.device != self._device and not tensor.requires_grad
-
-
-class _LearningTensors(AroundStep):
-    """Of one training step."""
-
-    def __init__(self, tensors: UnreadTensors, step: Step) -> None:
-        self._tensors, self._step = tensors, step
-
-    def end(self) -> None:
-        """Learn from its microbatches, whose tensors are still those that calls were given."""
-        self._tensors.learn(part for parts in self._step.microbatches.values() for part in parts)
 
 
 FEATURE = OwnReads

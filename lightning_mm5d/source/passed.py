@@ -307,7 +307,8 @@ def _puts_before(node: ast.AST) -> bool:
         return True in are_labels[1:] and not are_labels[0]
     widths = [*others, *(one.value for one in node.keywords if one.arg == "pad"), None][0]
     is_padded = node.func.attr == "pad" and _is_of_labels(first) and isinstance(widths, (ast.List, ast.Tuple))
-    return is_padded and ast.unparse(widths.elts[0]) != "0"  # type: ignore[union-attr]
+    # a negative width cuts the first labels off: ``F.pad(labels, (-1, 1))`` moves them
+    return is_padded and ast.unparse(widths.elts[0])[0] not in "0-"  # type: ignore[union-attr]
 
 
 def _makes(node: ast.expr) -> bool:

@@ -72,7 +72,7 @@ def test_a_step_that_computes_its_loss_is_read_where_no_model_takes_labels() -> 
 
 
 class Speaks(nn.Module):
-    """Steps that put audio before what a language model gets, or something behind it."""
+    """Steps that put a prefix in front of the labels, or padding after them."""
 
     def joined(self, batch: Any, sound: Tensor) -> Any:
         labels = torch.cat([batch["labels"].new_full((2, 3), -100), batch["labels"]], dim=1)
@@ -85,12 +85,16 @@ class Speaks(nn.Module):
         labels = torch.cat([batch["labels"], batch["labels"].new_full((2, 3), -100)], dim=1)
         return self.model(labels=F.pad(labels, (0, 2), value=-100))
 
+    def moved(self, batch: Any, sound: Tensor) -> Any:
+        return self.model(labels=F.pad(batch["labels"], (-1, 1), value=-100))
+
     def batches(self, batch: Any, sound: Tensor) -> Any:
         return self.model(labels=torch.cat([batch["labels"], sound]))
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("joined", "all"), ("padded", "all"), ("behind", "shifted"), ("batches", "shifted")]
+    ("name", "expected"),
+    [("joined", "all"), ("padded", "all"), ("behind", "shifted"), ("moved", "shifted"), ("batches", "shifted")],
 )
 def test_labels_behind_something_are_all_predicted(name: str, expected: str) -> None:
     step = method_of(Speaks, name)
