@@ -95,7 +95,7 @@ class Guard:
         ends_here: whether the step that is under way runs to its end on this rank; None outside of steps.
         is_dry: whether nothing but shapes is kept of what runs.
         received: parameters of other ranks that the step under way has received, by name.
-        shows_full: whether a hook runs in which every rank sees full parameters.
+        shows_full: whether every rank sees full parameters: in a hook, and ever where no rank has parts of them.
         suspended: entered, with a place in words, around what works on local tensors within such a hook.
         entered: entered, with a place in words and what is gathered at once, to see full parameters; None where nothing
             shows them.

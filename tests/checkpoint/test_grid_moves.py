@@ -84,7 +84,7 @@ def _run(which: str | None, ask: Ask) -> Trained:
 
 
 def on_ranks(which: str, *asks: Ask) -> list[Trained]:
-    results: list[Trained] = call_ranks(LAYOUTS[which].get("tp_size", 1), run, which, list(asks), limit=300)[0]
+    results: list[Trained] = call_ranks(LAYOUTS[which].get("tp_size", 1), run, which, list(asks))[0]
     return results
 
 

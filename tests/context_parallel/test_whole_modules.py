@@ -271,7 +271,7 @@ def test_layers_that_mix_tokens_in_any_way_train_as_on_one_process() -> None:
     def scenario(run: Run) -> dict[str, Any]:
         return {name: steps(run, make(), batches) for name, make, batches in mixing()}
 
-    outcome = outcomes(Layout(LANGUAGE, 2), scenario, limit=200)["scenario"]
+    outcome = outcomes(Layout(LANGUAGE, 2), scenario)["scenario"]
     for name in outcome.one:
         part = type(outcome)(outcome.one[name], [rank[name] for rank in outcome.ranks])
         same_steps(part, 1e-9)

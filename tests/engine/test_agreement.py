@@ -61,7 +61,7 @@ def test_every_rank_hears_who_states_what(monkeypatch: pytest.MonkeyPatch) -> No
     """Ranks 0-2, without any process group."""
     monkeypatch.setattr(agreement_module, "_GRACE_S", 1.0)
     monkeypatch.setattr(agreement_module, "_COMES_S", 1.0)
-    results = run_ranks(3, _checks, limit=60)
+    results = run_ranks(3, _checks)
     for rank, found in enumerate(results):
         assert found[0] == "agreed"
         assert found[1] == "RankMismatchError: ranks disagree: rank 1 has size 3, ranks 0 and 2 have 2"

@@ -126,7 +126,7 @@ def main() -> None:
     from ranks import run_ranks
 
     expected = fitted(Run(), ways(ALL))
-    trained, errors = run_ranks(2, train, limit=280)[0]  # two fits for each feature
+    trained, errors = run_ranks(2, train)[0]  # two fits for each feature
     for name, names in absences().items():
         assert_same(trained[name], [expected[way] for way in ways(name)])
         absent = [feature for feature in FEATURES if feature.name in names]

@@ -173,7 +173,7 @@ def messages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     torch.save(saved, folder / "other.ckpt")
     asked = {item.name for item in request.session.items if item.path == request.path}
     names = [name for name in (*CASES, *RESUMED) if any(f"[{name}]" in test for test in asked)]
-    return run_ranks(3, _messages, folder, names, limit=120)
+    return run_ranks(3, _messages, folder, names)
 
 
 MORE = ("a choice", "a schedule", "steps", "a limit", "clipping", "classes", "checkpoints of other steps")

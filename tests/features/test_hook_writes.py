@@ -137,7 +137,7 @@ def test_what_rank_0_alone_writes_and_others_need_is_refused_by_name(
     """Vision: rank 0; language: rank 1, or two replicas: ranks 0-1."""
     hooks = {**OTHERS, **(dict.fromkeys(BUFFERS, "the buffer scale") if layout is PAIR else {})}
     chosen = [*hooks] if kind is AtBatchEnd else [*hooks][::3]  # of each kind
-    for texts in together(layout, lambda run: refusals(run, chosen, kind, *callbacks), limit=120):
+    for texts in together(layout, lambda run: refusals(run, chosen, kind, *callbacks)):
         for text, hook in zip(texts, chosen, strict=True):
             assert f"a change of {hooks[hook]} on rank 0 and not on rank 1" in text
             assert "on_train_" in text

@@ -289,7 +289,7 @@ def trained(run: Run) -> Any:
 
 @pytest.fixture(scope="module", params=swept(LAYOUTS, "twins", "four", "pair"))
 def found(request: Any) -> Any:
-    return outcomes(LAYOUTS[request.param], trained, limit=240)["trained"]
+    return outcomes(LAYOUTS[request.param], trained)["trained"]
 
 
 def test_losses_metrics_and_weights_equal_one_process(found: Any) -> None:

@@ -84,7 +84,7 @@ def exact(layout: Layout, cases: dict[str, Case], stops: list[int], folder: Path
             for stop in stops
         }
 
-    ranks = together(layout, everything, folder, limit=300, **options)
+    ranks = together(layout, everything, folder, **options)
     for number, found in enumerate(ranks):
         for (name, stop), one in found.items():
             if number > 0 and len(layout.modalities) > 1:

@@ -60,7 +60,7 @@ def seen(chain: Chain, cases: dict[str, Case], folder: Path) -> dict[str, Any]:
                 results[name] = train(run, case, path=path, after=stop, ckpt_path=before, seed=5 + number)["steps"]
             return results
 
-        ranks = together(layout, everything, folder, limit=200, **{"num_microbatches": 1, **options})
+        ranks = together(layout, everything, folder, **{"num_microbatches": 1, **options})
         for rank in ranks[-layout.replicas :]:  # one of each replica
             for name, steps in rank.items():
                 for epoch in range(2):

@@ -84,7 +84,7 @@ def exact(layout: Layout, ends: Any, folder: Path, options: dict[str, Any], **mo
             found[name] = whole, fit(run, place / "half", saver, ckpt_path="last", seed=9, **more)
         return found
 
-    for number, rank in enumerate(together(layout, everything, folder, limit=200, **options)):
+    for number, rank in enumerate(together(layout, everything, folder, **options)):
         for name, (whole, resumed) in rank.items():
             after = ends[name][3]
             assert resumed["steps"] == whole["steps"][after:], name

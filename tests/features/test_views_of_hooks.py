@@ -340,7 +340,7 @@ def refusals(run: Run) -> Any:
 def test_what_cannot_be_shown_is_refused_and_ranks_may_look_alone() -> None:
     """vision: rank 0, for both replicas of language: ranks 1-2, which share parameters in stage 1"""
     layout = Layout({"vision": Modality(**VISION), "language": Modality(dp_size=2, **LANGUAGE)}, 3, 2)
-    for refused, allowed in together(layout, refusals, limit=200):
+    for refused, allowed in together(layout, refusals):
         assert allowed == dict.fromkeys(ALLOWED, "")
         for name, (_, words) in REFUSED.items():
             for word in words:

@@ -22,7 +22,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_mm5d import Modality
 from parity.harness import strategy
-from ranks import run_ranks
+from ranks import LIMIT_S, run_ranks
 
 WIDTH, PIXELS, TOKENS, CLASSES = 8, 6, 5, 3
 Scenario = Callable[..., Any]
@@ -198,7 +198,7 @@ def _kept_alone(scenarios: tuple[Scenario, ...], dtype: torch.dtype) -> list[Any
 
 
 def together(
-    layout: Layout, scenario: Scenario, folder: Path = Path(), *, limit: float = 60, **options: Any
+    layout: Layout, scenario: Scenario, folder: Path = Path(), *, limit: float = LIMIT_S, **options: Any
 ) -> list[Any]:
     """The scenario's result on every rank of `layout`, with `options` of the strategy."""
     return run_ranks(layout.world, _on_rank, scenario, Run(layout, options, folder), limit=limit)
@@ -218,7 +218,7 @@ class Outcome:
 
 
 def outcomes(
-    layout: Layout, *scenarios: Scenario, folder: Path = Path(), limit: float = 120, **options: Any
+    layout: Layout, *scenarios: Scenario, folder: Path = Path(), limit: float = LIMIT_S, **options: Any
 ) -> dict[str, Outcome]:
     """Run the scenarios one after the other, on one process and in the same processes on ranks; by name.
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-LIMIT_S = 90
+LIMIT_S = 270
 
 
 @pytest.fixture(autouse=True)

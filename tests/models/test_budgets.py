@@ -151,7 +151,7 @@ def trained(run: Run) -> Any:
 def test_replicas_train_with_all_samples_and_go_on_in_the_midst_of_an_epoch(tmp_path: Path) -> None:
     """vision: rank 0, for both replicas of language: ranks 1-2"""
     layout: Layout = TWINS
-    found = together(layout, trained, tmp_path, limit=120)
+    found = together(layout, trained, tmp_path)
     for kind in ("map", "stream"):
         replicas = [got[kind] for got in found[1:]]
         for whole, resumed, _ in replicas:

@@ -103,7 +103,7 @@ def _world(name: str, which: str) -> int:
 )
 def test_composed_models_train_as_on_one_process(name: str, change: str, which: str) -> None:
     losses, parameters = reference(name, change)
-    ranks = call_ranks(_world(name, which), train, name, change, which, limit=60)
+    ranks = call_ranks(_world(name, which), train, name, change, which)
     close = {"rtol": 1e-6, "atol": 1e-7} if name in FLOAT32 else {"rtol": 1e-9, "atol": 1e-11}
     if LAYOUTS[which][4] == 1:
         for found, _ in ranks:

@@ -68,7 +68,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[
     folder = tmp_path_factory.mktemp("composed")
     torch.set_default_dtype(torch.float64)
     build("two").model.save_pretrained(folder / "whole")
-    ranks = run_ranks(4, train, folder, limit=100)
+    ranks = run_ranks(4, train, folder)
     alone = [_fit(folder, "auto", 1, 2, None, folder / "alone.ckpt")]
     torch.set_default_dtype(torch.float32)
     yield folder, ranks, alone

@@ -51,7 +51,7 @@ HEADINGS = {
 OPTIONS: dict[str, dict[str, Any]] = {"split": {"num_microbatches": 2}, "pp": {"num_microbatches": 2}}
 REPLICATED = ("replicas", "zero")
 WARNED = "warned of a loss that is no mean"
-LIMIT_S = 60
+LIMIT_S = 180
 NAMED = (
     errors.ConfigError,
     errors.RankMismatchError,

@@ -84,4 +84,4 @@ def strategy(modalities: Any, **options: Any) -> MultimodalStrategy:
     if backend := os.environ.get("TEST_BACKEND"):
         nccl_order.register()
         options.setdefault("process_group_backend", backend)
-    return MultimodalStrategy(modalities=modalities, launch={"timeout": timedelta(seconds=60)}, **options)
+    return MultimodalStrategy(modalities=modalities, launch={"timeout": timedelta(seconds=180)}, **options)

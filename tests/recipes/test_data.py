@@ -70,7 +70,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_layouts_learn_from_a_file_as_one_process(case: str, path: Path) -> None:
     *_, ranks, options, family = CASES[case]
     losses, parameters, seen = reference(family, path, options is PACKED)
-    results = call_ranks(ranks, train_ranks, case, path, limit=240)
+    results = call_ranks(ranks, train_ranks, case, path)
     for found, _, batches in results:
         assert found == pytest.approx(losses, rel=1e-6)
         for one, other in zip(batches, seen, strict=True):
@@ -100,7 +100,7 @@ def resumed(rank: int, path: Path, folder: Path) -> tuple[list[np.ndarray], list
 
 
 def test_replicas_go_on_in_the_midst_of_an_epoch(path: Path, tmp_path: Path) -> None:
-    results = call_ranks(2, resumed, path, tmp_path, limit=240)
+    results = call_ranks(2, resumed, path, tmp_path)
     for expected, found in results:
         assert len(expected) == 2
         for one, other in zip(expected, found, strict=True):

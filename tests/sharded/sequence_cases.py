@@ -158,7 +158,7 @@ def each(rank: int, cases: list[Case]) -> None:
 
 
 def run(*cases: Case) -> None:
-    run_ranks(WORLD, each, list(cases), limit=60)
+    run_ranks(WORLD, each, list(cases))
 
 
 def on(stays: bool | None, *functions: Function, **options: Any) -> Iterator[Case]:

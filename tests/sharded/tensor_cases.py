@@ -81,4 +81,4 @@ def each(rank: int, world: int, cases: list[tuple[int, Function, bool | None, li
 
 
 def run(world: int, *cases: tuple[int, Function, bool | None, list[Tensor]]) -> None:
-    run_ranks(world, each, world, list(cases), limit=60)
+    run_ranks(world, each, world, list(cases))

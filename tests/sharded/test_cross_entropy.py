@@ -69,7 +69,7 @@ def test_values_and_gradients_are_those_of_torch(world: int) -> None:
                         target = torch.where(TARGET < 0, ignored, TARGET)
                         case.compare(case.loss(target, **options), F.cross_entropy(case.whole, target, **options))
 
-    run_ranks(world, compared, world, limit=60)
+    run_ranks(world, compared, world)
 
 
 @WORLDS
@@ -91,7 +91,7 @@ def test_rows_that_do_not_count_and_classes_that_are_masked(world: int) -> None:
         case.compare(case.loss(TARGET[:0], reduction="sum"), F.cross_entropy(case.whole, TARGET[:0], reduction="sum"))
         assert case.loss(TARGET[:0]).isnan()
 
-    run_ranks(world, compared, world, limit=60)
+    run_ranks(world, compared, world)
 
 
 @WORLDS
@@ -107,7 +107,7 @@ def test_low_precision_and_autocast_give_the_dtypes_of_torch(world: int) -> None
         case.set(case.whole.detach().float())
         case.compare(case.loss(), F.cross_entropy(case.whole, TARGET), 1e-6)
 
-    run_ranks(world, compared, world, limit=60)
+    run_ranks(world, compared, world)
 
 
 @WORLDS
@@ -121,7 +121,7 @@ def test_a_backward_may_run_twice_if_the_graph_is_kept(world: int) -> None:
         assert first.equal(again)
         torch.testing.assert_close(first * 2, last, rtol=1e-12, atol=1e-12)
 
-    run_ranks(world, twice, world, limit=60)
+    run_ranks(world, twice, world)
 
 
 @WORLDS
@@ -129,7 +129,7 @@ def test_losses_are_the_same_bits_on_all_ranks(world: int) -> None:
     def lost(rank: int, world: int) -> Tensor:
         return Case(world, dtype=torch.float32).loss(reduction="none").detach()
 
-    results = run_ranks(world, lost, world, limit=60)
+    results = run_ranks(world, lost, world)
     assert all(result.equal(results[0]) for result in results)
 
 
@@ -150,7 +150,7 @@ def test_what_torch_refuses_is_refused(
         with pytest.raises(error, match=message):
             Case(2).loss(target, **options)
 
-    run_ranks(2, refused, limit=60)
+    run_ranks(2, refused)
 
 
 @WORLDS
@@ -166,7 +166,7 @@ def test_sharded_logits_are_never_gathered(world: int) -> None:
         case.compare(smooth(logits * 1, target), smooth(case.whole, target))
         assert case.group.moved == len(TARGET) * (per_row + 4 * 8 * (world - 1))
 
-    run_ranks(world, counted, world, limit=60)
+    run_ranks(world, counted, world)
 
 
 @WORLDS
@@ -187,7 +187,7 @@ def test_other_forms_of_cross_entropy_see_the_full_logits(world: int) -> None:
             assert not isinstance(found, Sharded)
             case.compare(found, expected)
 
-    run_ranks(world, compared, world, limit=60)
+    run_ranks(world, compared, world)
 
 
 @WORLDS
@@ -212,4 +212,4 @@ def test_the_causal_loss_of_transformers_stays_sharded(world: int) -> None:
                 per_run = len(TARGET) * 3 * 4 * (world - 1)
                 assert case.group.moved - before == per_run * (2 if recomputed else 1)
 
-    run_ranks(world, compared, world, limit=60)
+    run_ranks(world, compared, world)

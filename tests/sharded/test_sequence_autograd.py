@@ -49,7 +49,7 @@ def test_hooks_see_the_gradient_of_one_process() -> None:
             (z.pow(2).mean(1)).sum().backward()
             close(y.grad.full(), z.grad, f"{name}: the gradient that is kept of what was computed")
 
-    run_ranks(WORLD, hooked, limit=60)
+    run_ranks(WORLD, hooked)
 
 
 def test_checkpoints_recompute_it() -> None:
@@ -84,7 +84,7 @@ def test_autocast_acts_on_the_local_tensor() -> None:
             x = sequence.wrapped(sequence.local_of(whole, -2, sequence.lengths), -2)
             torch.testing.assert_close(cast(x, w), cast(whole, w), rtol=1e-2, atol=0, msg=name)
 
-    run_ranks(WORLD, compared, limit=60)
+    run_ranks(WORLD, compared)
 
 
 def test_dropout_differs_between_ranks_and_random_numbers_after_it_are_equal() -> None:
@@ -103,7 +103,7 @@ def test_dropout_differs_between_ranks_and_random_numbers_after_it_are_equal() -
             found.append((y.full().detach() == 0, torch.rand(3)))
         return found
 
-    results = run_ranks(WORLD, dropped, limit=60)
+    results = run_ranks(WORLD, dropped)
     for masks in zip(*results, strict=True):
         for mask, after in masks:
             assert mask.equal(masks[0][0])
@@ -139,4 +139,4 @@ def test_a_finer_sequence_knows_the_coarser_one() -> None:
             close(x.full(), y.full())
             close(x + y, whole * 2)  # other shardings meet in full
 
-    run_ranks(WORLD, found, limit=60)
+    run_ranks(WORLD, found)

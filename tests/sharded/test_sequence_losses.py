@@ -79,7 +79,7 @@ def test_the_loss_of_full_logits_is_never_gathered() -> None:
             shifted(sequence.wrapped(local, -2)).backward()
             assert group.moved - before == 2 * 8 * (group.size - 1) / group.size, "one number was summed"
 
-    run_ranks(WORLD, counted, limit=60)
+    run_ranks(WORLD, counted)
 
 
 def test_a_loss_of_no_target_is_what_it_is_on_one_process() -> None:
@@ -111,7 +111,7 @@ def test_targets_that_are_no_classes_are_refused_on_every_rank() -> None:
             found.append("refused")
         return found
 
-    assert run_ranks(WORLD, refused, limit=60) == [["refused"] * len(LAYOUTS)] * WORLD
+    assert run_ranks(WORLD, refused) == [["refused"] * len(LAYOUTS)] * WORLD
 
 
 def test_losses_in_other_words_are_those_of_one_process() -> None:

@@ -156,4 +156,4 @@ def test_writes_to_some_tokens_are_refused_on_every_rank() -> None:
                 with pytest.raises(ConfigError, match=r"clone\(\)"):
                     write()
 
-    run_ranks(WORLD, refused, limit=60)
+    run_ranks(WORLD, refused)

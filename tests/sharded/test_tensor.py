@@ -97,7 +97,7 @@ def test_equal_shardings_meet_locally_and_others_in_full(world: int) -> None:
         elsewhere = from_local(torch.ones(2, 4, LENGTHS[world][::-1][rank]), -1, LENGTHS[world][::-1], group)
         close(x + elsewhere, whole + 1)
 
-    run_ranks(world, met, world, limit=60)
+    run_ranks(world, met, world)
 
 
 @WORLDS
@@ -230,7 +230,7 @@ def test_clones_are_full_because_they_are_made_to_write_to(world: int) -> None:
         close(copy.deepcopy(x.detach()), whole.detach())
 
     run(world, (-2, written, False, []), (-1, written, False, []))
-    run_ranks(world, copied, world, limit=60)
+    run_ranks(world, copied, world)
 
 
 def test_writes_that_would_go_to_a_gathered_copy_are_refused() -> None:
@@ -263,4 +263,4 @@ def test_writes_that_would_go_to_a_gathered_copy_are_refused() -> None:
         whole.add_(x).copy_(x)
         close(whole, x.full())
 
-    run_ranks(2, refused, limit=60)
+    run_ranks(2, refused)

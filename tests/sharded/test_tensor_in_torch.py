@@ -49,7 +49,7 @@ def test_metadata_is_that_of_the_full_tensor_without_communication(world: int) -
         assert y.requires_grad
         assert not torch.no_grad()(lambda: y + 1)().requires_grad
 
-    run_ranks(world, asked, world, limit=60)
+    run_ranks(world, asked, world)
 
 
 @WORLDS
@@ -77,7 +77,7 @@ def test_gradients_of_a_sharded_tensor_are_sharded(world: int) -> None:
         (whole * whole).backward(weights)
         close(x.grad.full(), whole.grad)
 
-    run_ranks(world, hooked, world, limit=60)
+    run_ranks(world, hooked, world)
 
 
 class PassThrough(torch.autograd.Function):
@@ -108,7 +108,7 @@ def test_kernels_that_bypass_torch_functions_are_refused() -> None:
         with torch._C.DisableTorchFunctionSubclass(), pytest.raises(ConfigError, match=r"x\.full\(\)"):
             torch.add(x, 1)
 
-    run_ranks(2, refused, limit=60)
+    run_ranks(2, refused)
 
 
 @WORLDS
@@ -140,7 +140,7 @@ def test_checkpoints_take_return_and_recompute_it(world: int) -> None:
             compare(group, -2, function, None, random(4))
             assert kinds.count(Sharded) == kinds.count(Tensor) == times
 
-    run_ranks(world, compared, world, limit=60)
+    run_ranks(world, compared, world)
 
 
 @WORLDS
@@ -179,7 +179,7 @@ def test_autocast_acts_on_the_local_tensor(world: int) -> None:
         expected.float().sum().backward()
         torch.testing.assert_close(local.grad, group.local_of(whole.grad, -2, LENGTHS[world]))
 
-    run_ranks(world, cast, world, limit=60)
+    run_ranks(world, cast, world)
 
 
 @WORLDS
@@ -202,7 +202,7 @@ def test_dropout_draws_independently_on_each_rank_and_equally_afterwards(world: 
         assert abs(float((whole == 0).float().mean()) - 0.25) < 0.03
         return whole, torch.rand(3)
 
-    results = run_ranks(world, dropped, world, limit=60)
+    results = run_ranks(world, dropped, world)
     for whole, after in results:
         assert after.equal(results[0][1])
         assert not whole[:2000].equal(whole[-2000:])
@@ -218,4 +218,4 @@ def test_what_is_gathered_for_several_arguments_is_gathered_once(world: int) -> 
         F.scaled_dot_product_attention(x, x, x)
         assert group.moved == pytest.approx(2 * once)
 
-    run_ranks(world, counted, world, limit=60)
+    run_ranks(world, counted, world)

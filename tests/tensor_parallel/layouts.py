@@ -13,7 +13,7 @@ import torch
 from compare import State, assert_equal_to_one_process, tolerance
 from lightning_mm5d import Modality
 from parity.harness import Recorder, fit, strategy
-from ranks import call_ranks
+from ranks import LIMIT_S, call_ranks
 from zoo import CASES, apply_freeze
 
 STEPS, SAMPLES = 2, 8
@@ -125,7 +125,7 @@ def alone(run: Compared) -> tuple[Recorder, State]:
 def check_all(
     world: int,
     *runs: Compared,
-    limit: float = 120,
+    limit: float = LIMIT_S,
     one_process: Callable[[Compared], tuple[Recorder, State]] = alone,
     trains: Callable[..., Any] = train,
 ) -> None:

@@ -209,7 +209,7 @@ def all_cases(rank: int) -> Any:
 
 @pytest.fixture(scope="module")
 def results() -> list[Any]:
-    return run_ranks(2, all_cases, limit=60)
+    return run_ranks(2, all_cases)
 
 
 @pytest.mark.parametrize("name", {**CASES, **RINGS})
@@ -292,7 +292,7 @@ def reduced(rank: int) -> Any:
 
 
 def test_a_fresh_output_is_summed_in_its_own_memory() -> None:
-    for fresh, held, observed in run_ranks(2, reduced, limit=60):
+    for fresh, held, observed in run_ranks(2, reduced):
         assert fresh == (True, 4 * 5 * 3 * 3.0)
         assert held == (False, 4 * 5 * 3 * 3.0)
         assert observed == (False, 4 * 5 * 3 * 3.0), "a mode may keep what it has seen"

@@ -146,7 +146,7 @@ def ranks() -> list[dict[str, Any]]:
     """language: ranks 0-1, tensor parallel, with whole sequences and with shards of them."""
     torch.set_default_dtype(torch.float64)
     try:
-        return together(WHOLES, everything, limit=120)
+        return together(WHOLES, everything)
     finally:
         torch.set_default_dtype(torch.float32)
 

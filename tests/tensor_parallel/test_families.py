@@ -127,7 +127,7 @@ def runs(request: pytest.FixtureRequest) -> dict[tuple[str, int], list[Step] | s
         for name in names:
             FAMILIES[name].build()  # imports its modules once, before ranks are forked
         while names:
-            ranks = run_ranks(degree, run, names, degree, limit=60 + 20 * len(names))
+            ranks = run_ranks(degree, run, names, degree, limit=180 + 30 * len(names))
             whole = [name for name in names if all(name in done for done, _ in ranks)]
             found |= {(name, degree): [done[name] for done, _ in ranks] for name in whole}
             if len(whole) < len(names):

@@ -89,7 +89,7 @@ def test_sums_and_norms_are_those_of_one_process(layout: str) -> None:
     wholes = {name: share * expected_sum(plan, module, name) for name, _ in module.named_parameters()}
     norms = [torch.cat([whole.flatten() for whole in wholes.values()]).norm(p) for p in NORMS]
     seen = set()
-    for rank, (grads, found) in enumerate(run_ranks(world, summed, plan, module, limit=60)):
+    for rank, (grads, found) in enumerate(run_ranks(world, summed, plan, module)):
         torch.testing.assert_close(torch.stack(found), torch.stack(norms), rtol=1e-12, atol=0)
         for name, grad in grads.items():
             shard = plan.division.shards.get(name)
@@ -123,7 +123,7 @@ def partly(rank: int, plan: Plan, module: L.LightningModule) -> Any:
 def test_a_gradient_that_some_rank_has_comes_to_all_that_hold_its_parameter() -> None:
     """language: ranks 0-1 and 2-3 as replicas of two tensor parallel ranks; only rank 0 has gradients."""
     module, plan = model_plan(4, 4, 1, tp_size=2, dp_size=2)
-    results = run_ranks(4, partly, plan, module, limit=60)
+    results = run_ranks(4, partly, plan, module)
     queries = 2 * HEAD  # on each rank, before the keys and values that all share
     for rank, (grads, _) in enumerate(results):
         rows, columns = grads["layers.0.qkv.weight"], grads["layers.0.columns"]
@@ -153,7 +153,7 @@ def nothing(rank: int, plan: Plan, module: L.LightningModule) -> Any:
 def test_without_gradients_there_is_none_and_the_norm_is_zero() -> None:
     """language: ranks 0-1, tensor parallel."""
     module, plan = model_plan(2, 4, 1, tp_size=2)
-    for grads, norms in run_ranks(2, nothing, plan, module, limit=60):
+    for grads, norms in run_ranks(2, nothing, plan, module):
         assert grads
         assert set(grads) == {None}
         assert norms == [0.0] * len(NORMS)
@@ -177,7 +177,7 @@ def test_a_part_without_rows_counts_nothing() -> None:
     division = Division(shards={"table.weight": table, "head.weight": table})
     plan = plan_of(module, division, 2, language=Modality(tp_size=2))
     count = VOCABULARY * WIDTH
-    for norms in run_ranks(2, empty_part, plan, module, limit=60):
+    for norms in run_ranks(2, empty_part, plan, module):
         torch.testing.assert_close(
             torch.stack(norms), torch.tensor([count, count**0.5, count ** (1 / 3), 1.0]).double()
         )
@@ -224,7 +224,7 @@ def test_what_ranks_of_unlike_degrees_share_counts_once_per_modality() -> None:
     plan = plan_of(module, Division(), 3, encoder=encoder, language=Modality(tp_size=2, module="decoder"))
     assert sum_groups(plan) == [(0, 1, 2)]
     assert [sums_of(plan, rank)["encoder.weight"][0].weight for rank in range(3)] == [1.0, 0.5, 0.5]
-    for grad, norm, given in run_ranks(3, unlike, plan, module, limit=60):
+    for grad, norm, given in run_ranks(3, unlike, plan, module):
         assert grad.unique().tolist() == [8.0]
         torch.testing.assert_close(norm, grad.norm())
         assert given.unique().numel() == 1
@@ -320,7 +320,7 @@ def counted_messages(rank: int, plan: Plan, module: L.LightningModule) -> list[i
 def test_gradients_of_a_group_travel_in_few_messages() -> None:
     """language: ranks 0-1 and 2-3 as replicas of two tensor parallel ranks; two groups for each rank."""
     module, plan = model_plan(4, 4, 1, tp_size=2, dp_size=2)
-    for rank, sizes in enumerate(run_ranks(4, counted_messages, plan, module, limit=60)):
+    for rank, sizes in enumerate(run_ranks(4, counted_messages, plan, module)):
         held = held_by(plan, module, rank)
         assert len(sizes) <= 2 * 5  # a quarter at once, and what has rows of its own
         assert sum(sizes) == sum(parameter.numel() for parameter in held.values())

@@ -85,7 +85,7 @@ def test_targets_get_the_state_of_one_process_and_others_keep_theirs(layout: str
     world, query, key_value, fields = LAYOUTS[layout]
     module, plan = model_plan(world, query, key_value, **fields)
     targets = (0, 2)
-    for rank, (state, held, names, is_tied) in enumerate(run_ranks(world, collected, plan, module, targets, limit=60)):
+    for rank, (state, held, names, is_tied) in enumerate(run_ranks(world, collected, plan, module, targets)):
         assert names == list(module.state_dict())
         if rank in targets:
             assert_same(state, copied(module.state_dict()))
@@ -110,7 +110,7 @@ def test_each_rank_takes_its_part_of_a_file(layout: str) -> None:
     world, query, key_value, fields = LAYOUTS[layout]
     module, plan = model_plan(world, query, key_value, **fields)
     state = copied(Model(query, key_value, seed=1).state_dict())
-    for rank, found in enumerate(run_ranks(world, loaded, plan, module, state, limit=60)):
+    for rank, found in enumerate(run_ranks(world, loaded, plan, module, state)):
         assert found
         for name, value in found.items():
             shard = plan.division.shards.get(name)
@@ -137,7 +137,7 @@ def test_all_ranks_refuse_another_shape(name: str) -> None:
     holders = (
         plan.ownership.ranks_holding(name) if name.endswith("slopes") else range(4)
     )  # a buffer is whole where it is not used
-    errors = run_ranks(4, refused, plan, module, state, limit=60)
+    errors = run_ranks(4, refused, plan, module, state)
     for rank in holders:
         assert "size mismatch" in errors[rank]
         assert name in errors[rank]
@@ -171,7 +171,7 @@ def test_a_module_is_whole_on_the_targets_and_has_its_whole_shape_on_others(layo
     targets = (0, 2)
     expected = copied(dict(module.named_parameters())) | copied(dict(module.named_buffers()))
     divided = set(plan.division.shards) & set(dict(module.named_parameters()))
-    for rank, found in enumerate(run_ranks(world, restored, plan, module, targets, limit=60)):
+    for rank, found in enumerate(run_ranks(world, restored, plan, module, targets)):
         assert found["same"]
         assert found["tied"]
         kept = set(dict(module.named_parameters())) - divided - found["remote"]
@@ -220,7 +220,7 @@ def test_optimizer_state_is_that_of_one_process_and_goes_on_from_it(layout: str,
         step(one, optimizer, seed)
     saved = deepcopy(optimizer.state_dict())
     step(one, optimizer, 2)
-    state, again, weights, last = run_ranks(world, optimized, plan, module, kind, saved, limit=60)[0]
+    state, again, weights, last = run_ranks(world, optimized, plan, module, kind, saved)[0]
     assert_same(state, saved)
     assert_same(again, saved)
     assert_same(weights, copied(one.state_dict()))
@@ -240,7 +240,7 @@ def with_missing_parts(rank: int, plan: Plan, module: Model) -> Any:
 def test_a_part_without_state_counts_as_zeros() -> None:
     """language: ranks 0-1, tensor parallel; only rank 1 had a gradient of the table."""
     module, plan = model_plan(2, 4, 1, tp_size=2)
-    state = run_ranks(2, with_missing_parts, plan, module, limit=60)[0]
+    state = run_ranks(2, with_missing_parts, plan, module)[0]
     assert list(state) == [0]
     first = plan.division.shards["table.weight"].lengths[0]
     assert state[0]["step"] == 1

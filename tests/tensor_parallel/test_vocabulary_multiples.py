@@ -116,7 +116,6 @@ def test_shards_in_multiples_equal_one_process_in_every_layout() -> None:
         case("llama", {**TP, "cp_size": 2, **FUSED}, biased),
         case("gpt2", {**TP, "interleaved_microbatches": 2, "dp_size": 2}, replicas=2),
         case("llama", {"tp_size": 4, "tp_mode": "2d", "make_vocab_size_divisible_by": 16}, biased),
-        limit=300,
     )
 
 

@@ -102,6 +102,7 @@ class _FullViews(Attached):
         self._place = ""
         self._swapped: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._calls: list[tuple[nn.Module, AbstractContextManager[None]]] = []
+        guard.shows_full = not self._forms
         guard.suspended, guard.entered = self.suspended, self.entered
         self._watch_hooks([module, *vars(running.trainer)["callbacks"]])
 
@@ -325,7 +326,7 @@ class _FullViews(Attached):
         """Show what this rank has outside of hooks."""
         if not self._is_shown:
             return
-        self._is_shown, self._guard.shows_full = False, False
+        self._is_shown, self._guard.shows_full = False, not self._forms
         self._states.restore()
         with torch.inference_mode(False), torch.no_grad(), plain():
             for form in self._forms:

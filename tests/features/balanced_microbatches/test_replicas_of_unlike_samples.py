@@ -59,7 +59,7 @@ def given() -> list[list[int]]:
 def test_losses_and_weights_are_those_of_one_process(layout: Layout) -> None:
     """ranks as the layout says"""
     expected = alone(train)
-    ranks = together(layout, train, limit=120, batching={"balance": True})
+    ranks = together(layout, train, batching={"balance": True})
     for window, (weight, losses, images) in enumerate(expected):
         for found in ranks:
             assert_same(found[window][1], losses)
@@ -86,7 +86,7 @@ def test_an_epoch_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     def resumed(run: Run) -> dict[str, Any]:
         return stopped_and_resumed(run, case, 2, "middle")
 
-    ranks = together(TWINS, resumed, tmp_path, limit=200, batching={"balance": True})
+    ranks = together(TWINS, resumed, tmp_path, batching={"balance": True})
     for number, found in enumerate(ranks):
         if number > 0:  # they hold parts of the module
             found["whole"]["weights"] = {}

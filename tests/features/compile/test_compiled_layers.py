@@ -126,7 +126,7 @@ def test_compiled_layers_equal_one_process_and_compile_in_the_first_step_alone(n
     layout, options, most = LAYOUTS[name]
     torch.set_default_dtype(torch.float64)
     try:
-        every = outcomes(layout, speaks, *((adapts,) if name == "pp 2" else ()), limit=240, **options)
+        every = outcomes(layout, speaks, *((adapts,) if name == "pp 2" else ()), **options)
     finally:
         torch.set_default_dtype(torch.float32)
     for which, found in every.items():
@@ -160,7 +160,7 @@ def test_two_lengths_of_microbatches_compile_twice_at_most(backend: str, fields:
     torch.set_default_dtype(torch.float64)
     try:
         plain = together(Layout({"language": Modality()}, 1), two_lengths)
-        (found,) = together(language(1, backend, **fields), two_lengths, schedule="gpipe", limit=300)
+        (found,) = together(language(1, backend, **fields), two_lengths, schedule="gpipe")
         assert_same(found["weights"], plain[0]["weights"])
         assert found["graphs"][-1] <= 2
         assert found["graphs"][-1] == found["graphs"][-2]
@@ -206,7 +206,7 @@ def test_frozen_encoders_and_dropout_give_what_uncompiled_layers_give(
             "vision": Modality(compute={"compile": backend}, **VISION, **vision),
             "language": Modality(compute={"compile": backend}, **LANGUAGE, **language),
         }
-        found.append(together(Layout(modalities, world, replicas), drops, limit=240)[0])
+        found.append(together(Layout(modalities, world, replicas), drops)[0])
     assert_same(found[1], found[0])
 
 

@@ -106,7 +106,7 @@ def on_ranks(rank: int) -> dict[Any, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[Any, Any]]:
-    return run_ranks(WORLD, on_ranks, limit=60)
+    return run_ranks(WORLD, on_ranks)
 
 
 CASES = [(wire, is_stochastic, length) for wire in WIRES for is_stochastic in (False, True) for length in LENGTHS]

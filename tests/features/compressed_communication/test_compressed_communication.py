@@ -65,7 +65,7 @@ def in_turn(layouts: Mapping[str, Layout], scenario: Scenario, folder: Path = Pa
     def every(run: Run) -> dict[str, Any]:
         return {name: scenario(replace(run, layout=one, folder=folder / name)) for name, one in layouts.items()}
 
-    ranks = together(first, every, limit=120)
+    ranks = together(first, every)
     return {name: [rank[name] for rank in ranks] for name in layouts}
 
 

@@ -281,7 +281,7 @@ def test_what_hooks_do_with_parameters_and_gradients_is_as_on_one_process(
     assert partial_names(Run(layout).trainer().strategy.plan(Uses("", norms)))
     for folder in ("one", "ranks"):
         (tmp_path / folder).mkdir()
-    found = outcomes(layout, uses, folder=tmp_path, limit=300)["uses"]
+    found = outcomes(layout, uses, folder=tmp_path)["uses"]
     for rank, got in enumerate(found.ranks):
         for case, one in found.one.items():
             assert_same(got[case]["found"], one["found"], where=f"rank {rank}: {case}")

@@ -96,7 +96,7 @@ def everything(run: Run) -> dict[str, dict[str, Any]]:
 def ranks_of(grid: str, scenario: Callable[[Run], Any]) -> list[dict[str, dict[str, Any]]]:
     fields = GRIDS[grid]
     layout = Layout({"language": Modality(**fields)}, fields["tp_size"])
-    return together(layout, scenario, num_microbatches=1, limit=300)
+    return together(layout, scenario, num_microbatches=1)
 
 
 def full_mask(masks: list[Tensor], shape: GridShape) -> Tensor:

@@ -160,7 +160,7 @@ def run(rank: int, names: list[str], modality: Modality) -> tuple[dict[str, list
 
 def check(grid: str, names: tuple[str, ...]) -> None:
     modality = GRIDS[grid]
-    for rank, (done, why) in enumerate(run_ranks(modality.tp_size, run, list(names), modality, limit=300)):
+    for rank, (done, why) in enumerate(run_ranks(modality.tp_size, run, list(names), modality)):
         assert why is None, why
         for name in names:
             family = MODELS[name]

@@ -399,7 +399,7 @@ def test_rows_that_depend_on_each_other_by_less_than_rounding_are_seen_under_aut
 
 def test_what_cannot_be_joined_is_as_with_single_calls_and_nothing_is_done_twice() -> None:
     """vision: rank 0; language: rank 1"""
-    for name, ((single, _), (joined, told)) in together(PAIR, as_single, limit=120)[0].items():
+    for name, ((single, _), (joined, told)) in together(PAIR, as_single)[0].items():
         assert_same(joined, single)
         why = AS_SINGLE[name][2]
         assert any(why in text for text in told) if why is not None else not told, (name, told)

@@ -82,7 +82,7 @@ def of_images(run: Run) -> Any:
 
 def test_joined_calls_load_no_item_twice() -> None:
     """vision: rank 0; language: rank 1"""
-    own, others = together(CALLS, of_images, limit=120)
+    own, others = together(CALLS, of_images)
     epochs = 2 * len(IMAGES)
     assert epochs <= len(own) <= epochs + 8, "but for the first batch, which is compared"
     assert not others
@@ -99,7 +99,7 @@ def assert_equal(got: Any, expected: Any) -> None:
 )
 def test_numbers_are_those_of_plain_tensors_and_each_rank_loads_its_own(layout: Layout) -> None:
     """ranks as the layout says"""
-    found = together(layout, both, limit=120)
+    found = together(layout, both)
     for lazily, plainly, in_workers in found:
         assert_equal(lazily, plainly)
         assert_equal(in_workers, plainly)
@@ -252,7 +252,7 @@ def stop_and_go_on(run: Run) -> Any:
 
 def test_a_loader_with_a_state_of_its_own_goes_on_with_the_batch_after_the_last_step(tmp_path: Path) -> None:
     """vision: rank 0; language: rank 1"""
-    for rank in together(PAIR, stop_and_go_on, tmp_path, limit=120):
+    for rank in together(PAIR, stop_and_go_on, tmp_path):
         for got, expected in rank:
             assert got == expected
 

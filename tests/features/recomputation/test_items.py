@@ -152,7 +152,7 @@ def sharing(run: Run) -> Any:
 def test_replicas_that_share_parameters_compute_chunks_with_them() -> None:
     """two replicas of everything: ranks 0-1"""
     expected, _ = alone(fit)
-    for got in together(SHARED, sharing, limit=120)[0]:
+    for got in together(SHARED, sharing)[0]:
         assert_same(got, expected)
 
 

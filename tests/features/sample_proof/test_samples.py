@@ -194,7 +194,7 @@ WORK = (by_name, by_environment, in_workers, by_the_trainer, in_a_datamodule, ou
 @pytest.mark.parametrize("layout", swept([PIPE, TWINS, BOTH], BOTH), ids=["pipe", "twins", "both"])
 def test_streams_that_shard_themselves_train_as_on_one_process(layout: Layout) -> None:
     """vision: rank 0; language: ranks 1-2, as stages or as replicas; or two replicas of three ranks each"""
-    found = outcomes(layout, *WORK, limit=240)
+    found = outcomes(layout, *WORK)
     for name, outcome in found.items():
         if outcome.ranks[0] is not None:
             assert_same(outcome.ranks[0], outcome.one, where=name)
@@ -203,7 +203,7 @@ def test_streams_that_shard_themselves_train_as_on_one_process(layout: Layout) -
 @pytest.mark.exhaustive  # a minute of imports
 def test_streams_shard_themselves_in_spawned_workers_as_on_one_process() -> None:
     """vision: rank 0, for both replicas of language: ranks 1-2; each worker imports everything anew"""
-    found = outcomes(TWINS, in_spawned_workers, limit=240)["in_spawned_workers"]
+    found = outcomes(TWINS, in_spawned_workers)["in_spawned_workers"]
     assert_same(found.ranks[0], found.one)
 
 
@@ -296,7 +296,7 @@ def _refused(rank: int) -> dict[str, str]:
 
 def test_ranks_of_a_replica_that_read_different_samples_are_all_told_before_they_train_with_them() -> None:
     """vision: rank 0; language: rank 1"""
-    for rank, found in enumerate(run_ranks(2, _refused, limit=120)):
+    for rank, found in enumerate(run_ranks(2, _refused)):
         for name, (_, message) in REFUSED.items():
             assert message in found.get(name, "no error"), (rank, name, found.get(name))
             assert "strategy.replica_rank" in found[name]

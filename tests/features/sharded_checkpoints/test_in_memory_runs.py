@@ -74,7 +74,7 @@ def check(layout: Layout, cases: dict[str, Case], moments: list[tuple[str, int]]
             for hook, time in moments
         ]
 
-    for rank, found in enumerate(together(layout, everything, folder, limit=300, **options)):
+    for rank, found in enumerate(together(layout, everything, folder, **options)):
         for name, hook, one in found:
             whole, first, second = one["whole"], one["first"], one["second"]
             taken = len(first["losses"])
@@ -122,6 +122,6 @@ def test_steps_between_two_checkpoints_are_taken_again(tmp_path: Path) -> None:
         case = Case(loader(shuffle=True))
         return broken_and_begun_again(run, case, "five", "on_before_optimizer_step", 5)
 
-    for found in together(PAIR, both, tmp_path, limit=200, checkpoint={"in_memory_every_n_steps": 3}):
+    for found in together(PAIR, both, tmp_path, checkpoint={"in_memory_every_n_steps": 3}):
         assert [len(found[key]["losses"]) for key in ("whole", "first", "second")] == [12, 4, 9]
         assert found["second"]["losses"] == found["whole"]["losses"][3:]

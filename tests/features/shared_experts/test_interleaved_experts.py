@@ -68,7 +68,7 @@ def test_microbatches_side_by_side_with_shared_experts_equal_one_process(world: 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("world", "cases"), [(2, MORE_PAIRS), (4, MORE_FOURS)], ids=["2", "4"])
 def test_more_forms_of_experts_side_by_side_equal_one_process(world: int, cases: list[Shared]) -> None:
-    compare(world, *cases, limit=300)
+    compare(world, *cases)
 
 
 class Unlike(Mixture):

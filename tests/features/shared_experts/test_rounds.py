@@ -122,7 +122,7 @@ def run(rank: int, names: list[str], again: bool) -> list[tuple[State, State]]:
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("again", [False, True])
 def test_gradients_are_those_of_all_ranks_whatever_layers_each_batch_takes(again: bool) -> None:
-    ranks = call_ranks(RANKS, run, list(WAYS), again, limit=60)
+    ranks = call_ranks(RANKS, run, list(WAYS), again)
     for place, (name, ways) in enumerate(WAYS.items()):
         tokens_of, experts = whole(ways)
         for rank, results in enumerate(ranks):
@@ -152,7 +152,7 @@ def _disagree(rank: int) -> list[str]:
 
 
 def test_other_actions_and_calls_outside_of_a_step_are_refused() -> None:
-    for different, outside in call_ranks(RANKS, _disagree, limit=60):
+    for different, outside in call_ranks(RANKS, _disagree):
         assert "a forward and a backward at the same time" in different
         assert "rows of 5 experts" in outside
 
@@ -176,7 +176,7 @@ def _draws(rank: int) -> str:
 
 
 def test_a_rank_that_skips_a_layer_does_not_draw_other_dropout_when_it_is_computed_again() -> None:
-    messages = call_ranks(RANKS, _draws, limit=60)
+    messages = call_ranks(RANKS, _draws)
     assert "nothing restores what its experts have drawn" in messages[1]
     assert all(messages)
 

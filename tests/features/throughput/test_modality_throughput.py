@@ -117,7 +117,7 @@ def test_the_sum_over_ranks_is_that_of_one_process(name: str) -> None:
     run = RUNS[name]
     # the sum of the loss's own products over microbatches is that of the batch: all are linear in its rows
     expected = [one_process(run.build(), batch) for batch in run.batches()[1:]]
-    for logged in call_ranks(run.world, figures, name, limit=100):
+    for logged in call_ranks(run.world, figures, name):
         assert len(logged) == len(expected)
         for index, (got, (flops, hardware)) in enumerate(zip(logged, expected, strict=True)):
             if name.startswith("images") and index < 3:
@@ -134,7 +134,7 @@ def test_the_sum_over_ranks_is_that_of_one_process(name: str) -> None:
 def test_recomputation_counts_in_hfu_alone(name: str) -> None:
     """vision: rank 0, language: rank 1; language on ranks 0-1, which share its layers, or as stages"""
     other, part, least, most = AGAIN[name]
-    plain, again = (call_ranks(2, figures, which, limit=100)[0][-1] for which in (other, name))
+    plain, again = (call_ranks(2, figures, which)[0][-1] for which in (other, name))
     difference = again.pop("hardware") - plain.pop("hardware")
     if part:
         assert difference == pytest.approx(again.pop(f"{part}hardware") - plain.pop(f"{part}hardware"))
