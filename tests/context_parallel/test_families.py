@@ -28,6 +28,7 @@ from lightning_mm5d.context_parallel.hooks.whole_modules import check_layers
 from lightning_mm5d.partition.find import find
 from lightning_mm5d.sharded.collectives import TensorGroup
 from ranks import run_ranks
+from sweeps import every
 from tensor_parallel.families import Root
 
 from .families import PARTLY, SHARED, Shared
@@ -55,7 +56,7 @@ MORE = (
     *("mistral", "gemma2", "mixtral", "gpt2", "modernbert"),
     *("gemma4", "qwen2_5_vl", "paligemma", "qwen2_audio", "vit"),
 )
-CASES = [pytest.param(name, 2, id=f"{name}-2") for name in SHARED]
+CASES = every(2, SHARED, (2,))
 CASES += [pytest.param(name, 3, id=f"{name}-3", marks=pytest.mark.exhaustive if name in MORE else ()) for name in THREE]
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -159,7 +160,7 @@ def averaged(gradients: Gradients, group: TensorGroup) -> Gradients:
 def run(rank: int, names: list[str], degree: int) -> tuple[dict[str, Result | str], str | None]:
     """One rank: what each family gave or by what it was refused, up to the first that fails, and why that did."""
     torch.set_default_dtype(torch.float64)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     assert dist.group.WORLD is not None
     group = TensorGroup(dist.group.WORLD)
     done: dict[str, Result | str] = {}

@@ -21,6 +21,7 @@ from lightning_mm5d.tensor_parallel.apply import TensorParallel
 from lightning_mm5d.tensor_parallel.plan_lookup import plans_of
 from lightning_mm5d.tensor_parallel.resolve import Division, resolve
 from ranks import run_ranks
+from sweeps import every
 
 from .families import FAMILIES, Family, Root
 
@@ -36,7 +37,7 @@ MORE = (
     *("falcon_heads", "falcon_multi_query", "falcon_alibi", "falcon_alibi_eager", "phi3", "glm", "beit", "swinv2"),
     *("sam", "internvl", "qwen3", "opt", "llama_eager"),
 )
-CASES = [pytest.param(name, 2, id=f"{name}-2") for name in FAMILIES]
+CASES = every(2, FAMILIES, (2,))
 CASES += [pytest.param(name, 3, id=f"{name}-3", marks=pytest.mark.exhaustive if name in MORE else ()) for name in THREE]
 
 Step = tuple[float, dict[str, Tensor]]
@@ -102,7 +103,7 @@ def divided_as(root: Root, degree: int) -> Division:
 def run(rank: int, names: list[str], degree: int) -> tuple[dict[str, list[Step]], str | None]:
     """One rank: what each family gave, up to the first that fails, and why that did."""
     torch.set_default_dtype(torch.float64)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     assert dist.group.WORLD is not None
     group = TensorGroup(dist.group.WORLD)
     done: dict[str, list[Step]] = {}

@@ -29,13 +29,8 @@ UNLIKE_SCHEDULES = ("gpipe", "1f1b", "zero_bubble", "auto")
 """The schedules of replicas with unlike pipelines."""
 _INSTEAD = ("dp_size", "pp_size", "pipeline_template")
 _USUAL = {
-    "dp_shard_size": (None, 1),
-    "zero_stage": (None, 0),
-    "reshard_after_forward": (False,),
     "tp_mode": ("1d",),
-    "cp_size": (1,),
     "pp_chunks": (1,),
-    "ep_size": (1,),
     "colocate_with": (None,),
     "cost": (None,),
 }
@@ -53,6 +48,7 @@ def check_pipelines(modalities: Mapping[str, Modality], schedule: object) -> Non
         if modality.pipeline.pipelines is not None:
             _check_form(f"modalities.{name}.pipeline.pipelines", modality.pipeline.pipelines)
             _check_beside(name, modality)
+            _check_shares(name, modalities)
             _check_others(name, modalities)
             if schedule not in UNLIKE_SCHEDULES:
                 rule = (
@@ -185,6 +181,25 @@ def _check_beside(name: str, modality: Modality) -> None:
             raise ConfigError(f"modalities.{name}.{path_of(field)}", said, rule, f"Use {usual[0]}")
 
 
+def _check_shares(name: str, modalities: Mapping[str, Modality]) -> None:
+    """Refuse ranks of unlike replicas that share parameters or experts; those of one replica may (`cp_size`)."""
+    for key, modality in modalities.items():
+        shards, cp_size = modality.sharding, modality.cp_size
+        sizes = {"ep_size": modality.ep_size, "dp_shard_size": shards.dp_shard_size or 1}
+        if shards.zero_stage and shards.dp_shard_size is None:
+            sizes["zero_stage"] = 0  # over all replicas
+        for field, size in sizes.items():
+            if not size or cp_size % size:
+                rule = (
+                    "Replicas have unlike stages and numbers of microbatches "
+                    f"(modalities.{name}.pipeline.pipelines), so only context parallel ranks share, here {cp_size}"
+                )
+                fix = (
+                    "Leave it unset" if cp_size == 1 else f"Use ep_size={cp_size}, or dp_shard_size={cp_size} for ZeRO"
+                )
+                raise ConfigError(f"modalities.{key}.{path_of(field)}", value_of(modality, field), rule, fix)
+
+
 def _check_others(name: str, modalities: Mapping[str, Modality]) -> None:
     """Refuse what other modalities say that counts on equal pipelines of one."""
     if isinstance(limits := modalities[name].pipeline.pipelines, Mapping):
@@ -204,10 +219,6 @@ def _check_others(name: str, modalities: Mapping[str, Modality]) -> None:
         if key != name and isinstance(other.feeds, list | tuple):
             rule = f"Stages of unlike pipelines (modalities.{name}.pipeline.pipelines) have no common numbers"
             raise ConfigError(f"modalities.{key}.feeds", other.feeds, rule, "Use 'first' or 'all'")
-        for field in ("dp_shard_size", "zero_stage", "ep_size"):
-            if (said := value_of(other, field)) not in _USUAL[field]:
-                rule = f"It does not go with unlike pipelines (modalities.{name}.pipeline.pipelines)"
-                raise ConfigError(f"modalities.{key}.{path_of(field)}", said, rule, "Leave it unset")
 
 
 def _check_speeds(name: str, modality: Modality, modalities: Mapping[str, Modality]) -> None:

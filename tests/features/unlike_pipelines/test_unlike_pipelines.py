@@ -8,6 +8,7 @@ fewer samples than the others. Ranks lie as always: pipeline ranks slowest, so t
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from compare import State, assert_equal_to_one_process, tolerance
 from lightning_mm5d import Modality, MultimodalStrategy, PipelineTemplate
@@ -23,6 +25,8 @@ from lightning_mm5d.tools.cli.job import settle
 from parity.harness import Recorder, strategy
 from ranks import call_ranks
 from zoo import CASES, apply_freeze
+from zoo.case import TinyModule
+from zoo.text import VOCABULARY
 
 STEPS = 3
 
@@ -75,6 +79,39 @@ UNLIKE = {
     "pp 2 and pp 1 with tp 2": Unlike(
         "bert", {"model": Modality(pipeline={"pipelines": [2, 1]}, tp_size=2)}, 6, (5, 3), 4, {"num_microbatches": 4}
     ),
+    "pp 2 and pp 1 with cp 2": Unlike(
+        "llama", {"model": Modality(pipeline={"pipelines": [2, 1]}, cp_size=2)}, 6, (5, 3), 4, {"num_microbatches": 4}
+    ),
+    "pp 2 and pp 1 with cp 2 whose ranks share parameters": Unlike(
+        "llama",
+        {
+            "model": Modality(
+                pipeline={"pipelines": [2, 1]},
+                cp_size=2,
+                sharding={"zero_stage": 3, "dp_shard_size": 2, "reshard_after_forward": True},
+            )
+        },
+        6,
+        (5, 3),
+        4,
+        {"num_microbatches": 4},
+        {"gradient_clip_val": 0.1},
+    ),
+    "pp 2 and pp 1 with cp 2 whose ranks share experts and parameters": Unlike(
+        "mixtral",
+        {
+            "model": Modality(
+                pipeline={"pipelines": [2, 1]},
+                cp_size=2,
+                ep_size=2,
+                sharding={"zero_stage": 1, "dp_shard_size": 2},
+            )
+        },
+        6,
+        (5, 3),
+        4,
+        {"num_microbatches": 4},
+    ),
     "vision | language pp 2 and pp 1": Unlike(
         "llava",
         {"vision": Modality(), "language": Modality(pipeline={"pipelines": [2, 1]})},
@@ -112,6 +149,7 @@ UNLIKE = {
 }
 
 EXHAUSTIVE = (
+    *("pp 2 and pp 1 with cp 2", "dp 2 of any number of ranks, without microbatches"),
     *("templates of pp 2, pp 2 and pp 3", "frozen vision | language pp 2 and pp 1"),
     "vision pp 2 and pp 1 | language pp 1 and pp 2",
 )
@@ -121,7 +159,7 @@ class Rows(Dataset):
     """The samples of a batch."""
 
     def __init__(self, name: str, count: int) -> None:
-        self.batch, self.count = CASES[name].batch(count, seed=1), count
+        self.batch, self.count = CASES_HERE[name].batch(count, seed=1), count
 
     def __len__(self) -> int:
         return self.count
@@ -130,10 +168,19 @@ class Rows(Dataset):
         return {key: value[index] for key, value in self.batch.items()}
 
 
+def mixture() -> L.LightningModule:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    counts = {"num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": VOCABULARY}
+    return TinyModule(MixtralForCausalLM(MixtralConfig(**sizes, **counts, experts_implementation="eager")))
+
+
+CASES_HERE = CASES | {"mixtral": replace(CASES["llama"], name="mixtral", make_module=mixture)}
+
+
 def build(case: Unlike) -> L.LightningModule:
-    module = CASES[case.name].build()
+    module = CASES_HERE[case.name].build()
     if case.variant != "none":
-        apply_freeze(module, CASES[case.name], case.variant)
+        apply_freeze(module, CASES_HERE[case.name], case.variant)
     return module
 
 
