@@ -40,6 +40,7 @@ _SAMPLE_WISE = (
     *("input_ids", "inputs_embeds", "decoder_input_ids", "labels", "attention_mask"),
     *("pixel_values", "input_features", "input_values"),
 )
+_CHANNELS = (3, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -397,7 +398,9 @@ def _is_sample_list(node: Any, samples: int | None) -> bool:
         return False
     inside = [(path, value) for path, value in leaves(node) if is_array(value)]
     fields = any(path[-1] == "input_ids" for path, _ in inside)
-    return not fields and (not inside or any(len(value) != samples for _, value in inside))
+    # images [C, H, W] may have as many channels as there are samples
+    images = samples in _CHANNELS and all(is_array(one) and len(one.shape) == 3 for one in node)
+    return not fields and (not inside or images or any(len(value) != samples for _, value in inside))
 
 
 def _is_ragged(node: Any) -> bool:
