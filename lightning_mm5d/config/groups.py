@@ -416,7 +416,11 @@ def made(field: str, kind: type[T], said: Mapping[str, Any]) -> T:
             fix = f"Write {path_of(name)}" if name in _OWNERS else did_you_mean(name, known)
             if name in (BESIDE if kind in OF_MODALITY.values() else FIELDS):
                 fix = f"Write {name} beside {field.split('.')[-1]}, not in it"
-            raise ConfigError(f"{field}.{name}", value, "There is no such field", fix)
+            rule, (head, _, tail) = "There is no such field", str(name).partition(".")
+            types = {one.name: one.type for one in fields(OF_MODALITY[head])} if head in OF_MODALITY else {}
+            if head in own and tail in types:  # what a parser of options could not put into the field
+                rule, fix = "It is of another type", f"Write a value of {types[tail]}"
+            raise ConfigError(f"{field}.{name}", value, rule, fix)
     return kind(**said)
 
 

@@ -319,6 +319,8 @@ def as_modalities(said: object) -> Any:
     Raises:
         ConfigError: a mapping names a field that does not exist.
     """
+    if isinstance(path := getattr(said, "key", None), str):  # an option before which nothing names a modality
+        said = {path: getattr(said, "val", None)}
     if not isinstance(said, Mapping):
         return said
     return {name: _modality(name, one) for name, one in said.items()}
@@ -326,11 +328,13 @@ def as_modalities(said: object) -> Any:
 
 def _modality(name: object, said: object) -> Any:
     owner, dot, field = str(name).partition(".")
-    if dot and isinstance(said, int):  # an option names a field of a modality that no file has
+    if dot and isinstance(said, int | str):  # an option names a field of a modality that no file has
         known = names_of(Modality)
         fix = f"Write modalities={{{owner}: {{{field}: {said}}}}}" if field in known else did_you_mean(field, known)
         raise ConfigError(f"modalities.{name}", said, f"There is no modality {owner!r} with such a field", fix)
     path = f"modalities.{name}"
+    if callable(as_dict := getattr(said, "as_dict", None)):  # of a parser, to which the type of a field is wrong
+        said = Modality(**as_dict())
     if isinstance(said, Mapping):
         given = in_groups(OF_MODALITY, said, path, stacklevel=6)
         said = made(path, Modality, made_groups(OF_MODALITY, given, path))

@@ -40,6 +40,7 @@ _SAMPLE_WISE = (
     *("input_ids", "inputs_embeds", "decoder_input_ids", "labels", "attention_mask"),
     *("pixel_values", "input_features", "input_values"),
 )
+_CHANNELS = (3, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +83,9 @@ class _Cut(NamedTuple):
 def batch_samples(batch: Any) -> int | None:
     """The number of samples B: the size that dim 0 of all tensors, or of the text tensors, has.
 
-    A list of tensors of unequal lengths counts as one with as many rows as tensors. Where some tensors have a row for
-    each item of a sample, and integers say how many these are, it is the number of those integers (`counted_ways`).
+    A list of tensors of unequal lengths counts as one with as many rows as tensors; so does a list with as many
+    elements as all tensors outside of lists have rows, as of the images of each sample. Where some tensors have a row
+    for each item of a sample, and integers say how many these are, it is the number of those (`counted_ways`).
 
     Returns:
         None where tensors disagree and no field's name decides, and where nothing has a length.
@@ -97,6 +99,10 @@ def batch_samples(batch: Any) -> int | None:
     if not arrays:
         sizes = {len(value) for _, value in leaves(batch) if is_plain_sequence(value)}
     if len(sizes) > 1:
+        outside = {len(value) for path, value in arrays.items() if not any(isinstance(step, int) for step in path)}
+        for size in outside if len(outside) == 1 else ():
+            if all(len(value) == size for _, value in leaves(batch, size) if is_array(value) or _is_ragged(value)):
+                return size
         counts = {len(way) for way in counted_ways(arrays).values() if sizes <= {len(way), sum(way)}}
         return counts.pop() if len(counts) == 1 else None
     return sizes.pop() if len(sizes) == 1 else None
@@ -392,7 +398,9 @@ def _is_sample_list(node: Any, samples: int | None) -> bool:
         return False
     inside = [(path, value) for path, value in leaves(node) if is_array(value)]
     fields = any(path[-1] == "input_ids" for path, _ in inside)
-    return not fields and (not inside or any(len(value) != samples for _, value in inside))
+    # images [C, H, W] may have as many channels as there are samples
+    images = samples in _CHANNELS and all(is_array(one) and len(one.shape) == 3 for one in node)
+    return not fields and (not inside or images or any(len(value) != samples for _, value in inside))
 
 
 def _is_ragged(node: Any) -> bool:

@@ -42,7 +42,7 @@ from torch.nn import functional as F
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.collectives import TensorGroup, copy, reduce
 from lightning_mm5d.sharded.tensor import NotYetComputed, Sharded, as_sharded
-from lightning_mm5d.sharded.torch_internals import assert_on_device, backward_frees_graph
+from lightning_mm5d.sharded.torch_internals import assert_on_device, backward_frees_graph, ends_graph
 
 
 def cross_entropy(
@@ -154,7 +154,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @ends_graph
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         softmax, column, own, counts = ctx.saved_tensors
         of_rows = gradients[0].masked_fill(~counts, 0.0).unsqueeze(1)

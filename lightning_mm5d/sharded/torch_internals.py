@@ -5,6 +5,7 @@ Collectives of one tensor have the names that torch 2.13 gave them; torch 2.11 a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FunctionType
@@ -30,6 +31,38 @@ def torchs_own(name: str = "backward") -> Callable[..., Any]:
     original = OWN[name]
     known = {**original.__globals__, name: original}
     return FunctionType(original.__code__, known, name, original.__defaults__, original.__closure__)
+
+
+class _Ended(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> Tensor:
+        raise RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable")
+
+
+def ends_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark the backward of an autograd function as without a graph: a gradient of what it returns is an error.
+
+    torch's `once_differentiable` does so only where gradients that come in have a graph. Without that, a gradient that
+    depends on what the forward has saved would be taken for a constant.
+    """
+
+    @functools.wraps(backward)
+    def ended(ctx: Any, *gradients: Tensor | None) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return found
+        values = [
+            _Ended.apply(one.detach().requires_grad_()) if isinstance(one, Tensor) else one
+            for one in (found if isinstance(found, tuple) else (found,))
+        ]
+        return tuple(values) if isinstance(found, tuple) else values[0]
+
+    return ended
 
 
 def as_plain_tensors() -> AbstractContextManager[None]:

@@ -397,8 +397,8 @@ class Run:
             raise StageError(
                 f"the layers of {modality} ran {index + 1} times in one step in stage {self.stage.name}, where "
                 f"{len(calls)} passes arrived: how often a training step passes through them must not depend on "
-                "values of the batch, on results of the model or on the stage. Generate in validation_step or in a "
-                "hook, or use pp_size=1"
+                "values of the batch, on results of the model or their gradients, or on the stage. Generate in "
+                "validation_step or in a hook, or use pp_size=1"
             )
         return calls[index]
 

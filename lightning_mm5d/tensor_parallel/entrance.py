@@ -28,7 +28,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_mm5d.sharded.class_operations import padded_rows, without_padding
@@ -36,6 +35,7 @@ from lightning_mm5d.sharded.collectives import TensorGroup, Wait, view
 from lightning_mm5d.sharded.remote_value import same_origin
 from lightning_mm5d.sharded.sequence import ring_gather, ring_sum_scattered
 from lightning_mm5d.sharded.torch_internals import (
+    ends_graph,
     is_held_once,
     number_in_backward,
     number_of_backward,
@@ -257,7 +257,7 @@ class _End(torch.autograd.Function):
         return view(x)
 
     @staticmethod
-    @once_differentiable
+    @ends_graph
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor, None]:
         return ctx.traffic.end_sum(), None
 
@@ -272,7 +272,7 @@ class _Start(torch.autograd.Function):
         return traffic.full(x, first)
 
     @staticmethod
-    @once_differentiable
+    @ends_graph
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
         if ctx.traffic.rings:
             ctx.traffic.ring_sum(gradient, ctx.dtype)
@@ -304,7 +304,7 @@ class _Product(torch.autograd.Function):
         return F.linear(plain, weight.t() if is_conv else padded_rows(weight, multiple), bias)
 
     @staticmethod
-    @once_differentiable
+    @ends_graph
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, shard = ctx.saved_tensors
         if shard is not None:
@@ -343,7 +343,7 @@ class _Weights(torch.autograd.Function):
         return autocast(torch.zeros((), dtype=weight.dtype, device=weight.device)).expand(shape)
 
     @staticmethod
-    @once_differentiable
+    @ends_graph
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         wants_weight, wants_bias, *_ = ctx.needs_input_grad

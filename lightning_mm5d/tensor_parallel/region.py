@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_mm5d.data.random_state import drawn_seed, seed_torch, set_torch_states, torch_states
@@ -25,7 +24,7 @@ from lightning_mm5d.sharded.collectives import TensorGroup, reduce, reduce_scatt
 from lightning_mm5d.sharded.remote_value import same_origin
 from lightning_mm5d.sharded.sequence import is_tokens, ring_gather, ring_sum_scattered
 from lightning_mm5d.sharded.tensor import Sharded, from_local
-from lightning_mm5d.sharded.torch_internals import version_of
+from lightning_mm5d.sharded.torch_internals import ends_graph, version_of
 from lightning_mm5d.source.trees import method_of, names
 from lightning_mm5d.tensor_parallel.entrance import Due, Entrance, PutsOff, Sharding, autocast, fits, weight_gradient
 
@@ -253,7 +252,7 @@ class _RingRow(torch.autograd.Function):
         return ring_sum_scattered(part, dim, lengths, group)
 
     @staticmethod
-    @once_differentiable
+    @ends_graph
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wants_input, wants_weight, *_ = ctx.needs_input_grad

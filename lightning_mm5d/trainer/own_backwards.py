@@ -2,14 +2,15 @@
 
 A schedule adds up the gradients of a step in parameters while it runs. What a backward in ``training_step`` gives to
 parameters would be among them, where one process zeroes it after the step. A backward that is told its `inputs` reaches
-neither gradients that a schedule has taken before, nor those of parameters on other ranks.
+neither gradients that a schedule has taken before, nor those of parameters on other ranks. `torch.autograd.grad` of a
+parameter that works on parts of sequences gives the gradient of this rank's parts.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,13 +28,16 @@ class StepBackwards:
         self._threads = set[int]()
 
     @contextmanager
-    def refused(self) -> Iterator[None]:
+    def refused(self, partial: Mapping[int, str]) -> Iterator[None]:
         """Enter around a schedule, in which backwards between `begun` and its end are refused.
 
+        Args:
+            partial: names of the parameters, by id, whose gradient is the sum of what several ranks have of it.
+
         Raises:
-            ConfigError: the step calls a backward.
+            ConfigError: the step calls a backward, or asks for the gradient of such a parameter.
         """
-        with replaced(self._backward):
+        with replaced(self._backward), replaced(functools.partial(self._gradients, partial), "grad"):
             yield
 
     @contextmanager
@@ -56,6 +60,17 @@ class StepBackwards:
                 "Take gradients by torch.autograd.grad(loss, inputs), or set self.automatic_optimization = False",
             )
         original(*args, **kwargs)
+
+    def _gradients(
+        self, partial: Mapping[int, str], original: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        given = [inputs] if isinstance(inputs, torch.Tensor) else [*inputs]
+        names = [partial[id(one)] for one in given if id(one) in partial]
+        if names and threading.get_ident() in self._threads:
+            rule = "Ranks share the sequences that it works on, and each has the gradient of its own part"
+            fix = "Set cp_size to 1 and sequence_parallel to false, or ask for that of a tensor that the step computes"
+            raise ConfigError("training_step", f"torch.autograd.grad(..., {names[0]})", rule, fix)
+        return original(outputs, given, *args, **kwargs)
 
 
 @contextmanager

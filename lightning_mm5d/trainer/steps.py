@@ -184,6 +184,9 @@ class Steps:
         self._evaluated = set[Hashable]()  # evaluation steps and dataloaders whose first batch was looked at
         self._joined = set[str]()  # steps whose results were joined
         self._named = list(module.named_parameters(remove_duplicate=False))
+        shared, ownership = plan.division.shared, plan.ownership
+        parts = ((name, p) for name, p in self._named if name in shared or ownership.cp_degree(name, rank) > 1)
+        self._partial = {id(parameter): name for name, parameter in parts}
         self._apart = appended_by_data(type(module))
         self._trainable: tuple[tuple[bool, ...], frozenset[str]] = ((), frozenset())
 
@@ -234,7 +237,7 @@ class Steps:
             watched: AbstractContextManager[None] = refused_writes(self._named) if shows_copies else nullcontext()
             if not shows_copies and casting is not None:
                 watched = casting.step()
-            with set_aside(self._gradients.parameters), watched, step.backwards.refused():
+            with set_aside(self._gradients.parameters), watched, step.backwards.refused(self._partial):
                 trainable = self.trainable()
                 self.run(step, trainable, reduction.ending)
                 self._check_unfrozen(trainable)

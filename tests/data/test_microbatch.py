@@ -377,6 +377,18 @@ def test_a_list_of_tensors_of_unequal_lengths_holds_a_sample_in_each() -> None:
     ]
 
 
+def test_a_list_with_an_element_for_each_row_of_the_tensors_beside_it_holds_samples() -> None:
+    images = [[torch.zeros(6)] * count for count in (1, 3, 2)]
+    parts = split({"inputs": {"images": images, "tokens": torch.zeros(3, 5)}, "label": torch.arange(3)}, 2)
+    assert [[len(one) for one in part.batch["inputs"]["images"]] for part in parts] == [[1, 3], [2]]
+    assert [part.batch["label"].tolist() for part in parts] == [[0, 1], [2]]
+    parts = split({"images": [torch.zeros(3, 4, 4)] * 5, "label": torch.arange(5)}, 2)
+    assert [(len(part.batch["images"]), part.samples) for part in parts] == [(3, 3), (2, 2)]
+    assert split({"images": [torch.zeros(3, 6)], "label": torch.zeros(1)}, 2)[0].samples == 1
+    parts = split({"images": [torch.zeros(3, 4, 4)] * 3, "label": torch.arange(3)}, 2)
+    assert [([*map(len, part.batch["images"])], part.samples) for part in parts] == [([3, 3], 2), ([3], 1)]
+
+
 @pytest.mark.parametrize(
     "batch",
     [

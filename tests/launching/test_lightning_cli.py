@@ -191,3 +191,23 @@ def test_a_wrong_field_is_named(
     with pytest.raises((SystemExit, ValueError)) as caught:
         parse(tmp_path, SMALL, override)
     assert message in str(caught.value) + capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("field", "value"), [("module", "encoder"), ("pp_size", "2")])
+def test_a_field_of_a_modality_that_no_file_has_says_how_to_write_it(tmp_path: Path, field: str, value: str) -> None:
+    text = "trainer: {accelerator: cpu, devices: 2, logger: false, strategy: lightning_mm5d.MultimodalStrategy}"
+    with pytest.raises(ValueError, match=f"Write modalities={{language: {{{field}: {value}}}}}"):
+        parse(tmp_path, text, f"--trainer.strategy.modalities.language.{field}={value}")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("pipeline", "[2]", "modalities.vision.pipeline: got \\[2\\]. It is a group of fields"),
+        ("pipeline.pipelines", "[1, x]", "pipeline.pipelines: got .* It is of another type. Write a value of list"),
+        ("communication.communication_dtype", "[1]", "communication_dtype: got .* It is of another type"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_refused_by_its_field(tmp_path: Path, field: str, value: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(tmp_path, SMALL, f"--trainer.strategy.modalities.vision.{field}={value}")

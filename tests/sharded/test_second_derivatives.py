@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mm5d.sharded.collectives import TensorGroup, copy, gather, reduce, reduce_scatter, scatter
+from lightning_mm5d.sharded.torch_internals import ends_graph
 from ranks import run_ranks
 
 
@@ -40,3 +43,25 @@ def test_a_penalty_on_gradients_through_a_collective_is_no_term_that_vanishes() 
     for errors in run_ranks(2, _errors):
         assert len(errors) == 5
         assert all("differentiate twice" in error for error in errors)
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @ends_graph
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2.0 * ctx.saved_tensors[0] * gradients[0]
+
+
+def test_a_gradient_that_depends_on_what_the_forward_has_saved_is_no_constant() -> None:
+    x = torch.arange(3.0).requires_grad_()
+    (gradient,) = torch.autograd.grad(_Square.apply(x).sum(), x)
+    assert gradient.tolist() == [0.0, 2.0, 4.0]
+    (gradient,) = torch.autograd.grad(_Square.apply(x).sum(), x, create_graph=True)
+    assert gradient.tolist() == [0.0, 2.0, 4.0]
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (x.sum() + gradient.sum()).backward()

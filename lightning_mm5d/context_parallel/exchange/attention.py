@@ -40,7 +40,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_mm5d.context_parallel.exchange.ring import Alone, Core, Local, Ring, nothing, precise
 from lightning_mm5d.context_parallel.exchange.ulysses import Gather, Heads, SumScattered, joined, within
@@ -48,6 +47,7 @@ from lightning_mm5d.context_parallel.masks.mask import Mask, Scoring
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.kept_results import as_one
 from lightning_mm5d.sharded.sequence import TokenSplit
+from lightning_mm5d.sharded.torch_internals import ends_graph
 
 STEP_BYTES = 8 * 2**20
 
@@ -341,7 +341,7 @@ class _Attention(torch.autograd.Function):
             return out if heads is None else heads.leave([out], [])[0]
 
     @staticmethod
-    @once_differentiable
+    @ends_graph
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         heads, dtype = ctx.way.heads, q.dtype

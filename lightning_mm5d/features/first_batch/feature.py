@@ -64,9 +64,8 @@ class _Checks(Attached):
     def stepped(self, first: FirstBatch) -> None:
         """Compare, if all ranks can, what two microbatches give with what both as one give; or say why not."""
         joined = self._joined(first) if first.counts and not first.is_gathered else {}
-        lacking = torch.tensor(len(first.parts) - len(joined), device=message_device(self._device))
-        dist.all_reduce(lacking, dist.ReduceOp.MAX)
-        why = self._why_lacking(first) if lacking else self._compares(first, joined)
+        lacks = self._anywhere(len(joined) < len(first.parts))
+        why = self._why_lacking(first) if lacks else self._compares(first, joined)
         is_told = self._steps.writes and any(len(found) > 1 for found in first.parts.values())
         if why and first.counts and is_told:
             of_step = "the loss of a batch is the mean of its microbatches' losses"
@@ -91,6 +90,8 @@ class _Checks(Attached):
     def _compares(self, first: FirstBatch, joined: Mapping[int, list[Microbatch]]) -> str:
         """Run the joined step, and compare; return what stood in the way, "" for nothing."""
         step = self._run(first, joined)
+        if self._anywhere(step.lacks_graph):
+            step = self._run(first, joined, has_graph=True)
         if self._steps.writes:
             compare(self._module, step)
         self._compare_buffers(first, joined, step)
@@ -98,13 +99,19 @@ class _Checks(Attached):
             return f"{first.name} opens a file to write it"
         return f"{first.name} draws random numbers, or fails on a batch of another size" if step.fails else ""
 
+    def _anywhere(self, holds: bool) -> bool:
+        """Whether something holds on any rank."""
+        found = torch.tensor(int(holds), device=message_device(self._device))
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
+
     def _run(
-        self, first: FirstBatch, joined: Mapping[int, list[Microbatch]], others: Collection[str] = ()
+        self, first: FirstBatch, joined: Mapping[int, list[Microbatch]], others: Collection[str] = (), **options: bool
     ) -> JoinedStep:
         """Run the step on both microbatches and on both as one; `others` begin with other values than they have."""
         given = self._module, first.name, first.arguments, joined, first.weights
         with meanwhile(self._steps, writes=False), put_back(self._module, self._device) as state:
-            step = JoinedStep(*given, state=state, others=others, **first.options)
+            step = JoinedStep(*given, state=state, others=others, **options, **first.options)
             with step.uncounted():
                 self._steps.run(step, frozenset())
                 step.keep_logs()
@@ -116,10 +123,8 @@ class _Checks(Attached):
         with plain():
             buffers = dict(self._module.named_buffers())
         written = set() if step.fails else {name for name in step.written if buffers[name].is_floating_point()}
-        unseen = torch.tensor(any(map(self._is_primary, written - unlike)), device=message_device(self._device)).int()
-        dist.all_reduce(unseen, dist.ReduceOp.MAX)
-        if unseen:
-            unlike |= self._unlike(self._run(first, joined, written))
+        if self._anywhere(any(map(self._is_primary, written - unlike))):
+            unlike |= self._unlike(self._run(first, joined, written, has_graph=step.has_graph))
         tell_of_buffers(step, unlike)
 
     def _unlike(self, step: JoinedStep) -> set[str]:

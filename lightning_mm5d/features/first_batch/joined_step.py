@@ -1,5 +1,7 @@
 """A step on two microbatches, on both as one, and on the first one again, of which nothing stays.
 
+It keeps no graph, unless the step itself asks for gradients: then all of it runs once more, with graphs.
+
 Dropout lets everything pass meanwhile. Any other random number ends it, because a batch and its microbatches draw
 unlike ones; so does an error, as of code that knows the size of microbatches, and a file that is opened to be written.
 
@@ -35,7 +37,7 @@ from lightning_mm5d.data.random_state import kept_random_state, seed_of
 from lightning_mm5d.sharded.remote_value import is_remote, plain
 from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.sharded.tensor import written_by
-from lightning_mm5d.sharded.torch_internals import version_of
+from lightning_mm5d.sharded.torch_internals import OWN, version_of
 from lightning_mm5d.stage.payload import detached
 from lightning_mm5d.trainer.kept_values import KeptState
 from lightning_mm5d.trainer.logs import LogCall, LogOptions, merged_value
@@ -71,6 +73,7 @@ class JoinedStep(UserStep):
         args: as for `UserStep`.
         state: of the module before.
         others: names of buffers that begin with other values than they have.
+        has_graph: whether the step may ask for gradients; also an attribute.
         kwargs: as for `UserStep`.
 
     Attributes:
@@ -82,12 +85,15 @@ class JoinedStep(UserStep):
         start: with what these began, but where the second microbatch went on.
         written: names of all buffers of this rank that runs have written to, changed or not.
         opens: whether it ended because it opened a file to write it.
+        lacks_graph: whether it asked for gradients, as in a step that adapts weights, and has no graph.
         logs: numbers that the step logged there, by index of the microbatch, and by what and when.
     """
 
     forgives = (Exception,)
 
-    def __init__(self, *args: Any, state: KeptState, others: Collection[str] = (), **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, state: KeptState, others: Collection[str] = (), has_graph: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.losses: dict[int, Tensor] = {}
         self.rows: dict[int, dict[str, Any]] = {}
@@ -95,9 +101,10 @@ class JoinedStep(UserStep):
         self.buffers: dict[int, dict[str, Tensor]] = {}
         self.start: dict[str, Tensor] = {}
         self.written = set[str]()
-        self.opens = False
+        self.opens = self.lacks_graph = False
         self.logs: dict[int, dict[tuple[LogOptions, int], LogCall]] = {}
         self._state, self.before, self._others = state, dict(vars(self._module)), others
+        self.has_graph = has_graph
 
     def structure(self, batch: Any) -> Any:
         """Return a key of its own, so that what real steps are found to do does not come from here."""
@@ -113,6 +120,7 @@ class JoinedStep(UserStep):
             begun = self._begun(index)
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # or layers are compiled again
             stack.enter_context(self._no_writes())
+            stack.enter_context(torch.set_grad_enabled(self.has_graph))
             watched = stack.enter_context(_Watched(self, self._module))
             try:
                 result = super().run(microbatch, index)
@@ -237,6 +245,8 @@ class _Watched(TorchFunctionMode):
                 kwargs[name] = 0.0
         if getattr(func, "__name__", "") in _DRAWING:
             self._step.fails = True
+        if func is OWN["grad"] and not torch.is_grad_enabled():
+            self._step.lacks_graph = True
         if func is not Tensor.requires_grad_:
             self._keep(written_by(func, args, kwargs))
         return func(*args, **kwargs)

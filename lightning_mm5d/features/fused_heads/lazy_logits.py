@@ -46,7 +46,7 @@ from lightning_mm5d.sharded.class_operations import (
 from lightning_mm5d.sharded.collectives import exchange
 from lightning_mm5d.sharded.sequence import is_tokens, reduced_losses
 from lightning_mm5d.sharded.tensor import NotYetComputed, Sharded, as_sharded, from_local, functions_named, written_by
-from lightning_mm5d.sharded.torch_internals import as_plain_tensors, version_of
+from lightning_mm5d.sharded.torch_internals import as_plain_tensors, ends_graph, version_of
 
 Pointwise = Callable[[Tensor], Tensor]
 
@@ -134,7 +134,7 @@ class _RowLosses(torch.autograd.Function):
             return torch.cat(found)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @ends_graph
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target = ctx.saved_tensors
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()

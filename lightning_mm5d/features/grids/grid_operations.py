@@ -26,11 +26,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from lightning_mm5d.data.random_state import kept_random_state
 from lightning_mm5d.sharded.collectives import TensorGroup, Wait, differentiable
+from lightning_mm5d.sharded.torch_internals import ends_graph
 
 Sums = Callable[[Tensor], Tensor]
 _EPSILONS = ("eps", "variance_epsilon", "epsilon")
@@ -122,7 +122,7 @@ class _Summa(torch.autograd.Function):
         return y.view(*x.shape[:-1], out)
 
     @staticmethod
-    @once_differentiable
+    @ends_graph
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         panels: Panels = ctx.panels
@@ -190,7 +190,7 @@ class _Product3D(torch.autograd.Function):
         return cube.given.sum_scattered(full @ (block if cube.is_conv else block.t()), 0, cube.rows)
 
     @staticmethod
-    @once_differentiable
+    @ends_graph
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         cube: Cube = ctx.cube
@@ -329,7 +329,7 @@ class _Normed(torch.autograd.Function):
         return made.to(dtype)
 
     @staticmethod
-    @once_differentiable
+    @ends_graph
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         norm: Norm = ctx.norm

@@ -25,11 +25,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightning_mm5d.data.random_state import set_torch_states, torch_states
 from lightning_mm5d.sharded.removable import put
-from lightning_mm5d.sharded.torch_internals import torchs_own, version_of
+from lightning_mm5d.sharded.torch_internals import ends_graph, torchs_own, version_of
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import Packer, rebuild, tensors_in
 
@@ -275,7 +274,7 @@ class _Answered(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
+    @ends_graph
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return (None, None, *ctx.call.backward(gradients))
 

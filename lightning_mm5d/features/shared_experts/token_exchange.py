@@ -35,7 +35,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_mm5d.config.errors import RankMismatchError
 from lightning_mm5d.data.lazy import on_device
-from lightning_mm5d.sharded.torch_internals import all_gather_single
+from lightning_mm5d.sharded.torch_internals import all_gather_single, ends_graph
 
 END, FORWARD, BACKWARD = range(3)
 
@@ -375,6 +375,7 @@ class Leave(torch.autograd.Function):
         return rows.new_zeros(())
 
     @staticmethod
+    @ends_graph
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         found = ctx.call.arrive_back()
         return None, found if ctx.needs_input_grad[1] else None, None
@@ -391,6 +392,7 @@ class Arrive(torch.autograd.Function):
         return call.arrive()
 
     @staticmethod
+    @ends_graph
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
         ctx.call.leave_back(gradient)

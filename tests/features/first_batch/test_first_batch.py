@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import seed_everything
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from features.toys import CLASSES, PAIR, WIDTH, Layout, Run, Toy, alone
 from lightning_mm5d.config.errors import ConfigError
@@ -84,6 +85,19 @@ def _writes_to_the_batch(module: Toy, batch: Any) -> Tensor:
     return _mean(module, batch)
 
 
+def _adapts(module: Toy, batch: Any) -> Tensor:
+    """The loss after a step of the head on the first half of the samples, as in meta learning (MAML)."""
+    half, weights = len(batch["label"]) // 2, dict(module.decoder.named_parameters())
+    features = module.encoder(batch["images"])
+    support = module.decoder(batch["tokens"][:half], features[:half])
+    (slope,) = torch.autograd.grad(
+        F.cross_entropy(support, batch["label"][:half]), [weights["head.weight"]], create_graph=True
+    )
+    weights["head.weight"] = weights["head.weight"] - 2.0 * slope
+    query = functional_call(module.decoder, weights, (batch["tokens"][half:], features[half:]))
+    return F.cross_entropy(query, batch["label"][half:])
+
+
 LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
     "a mean": _mean,
     "a mean with dropout": _mean,
@@ -93,6 +107,7 @@ LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
     "a mean over labels, of which one microbatch has none": _unlabelled,
     "a loss over pairs": _pairs,
     "a loss by a counter": _counts,
+    "a loss of adapted weights": _adapts,
     "a sum with noise": _noisy_sum,
     "a sum with numbers of numpy": _numpy_sum,
     "code for four samples": _of_four,
@@ -105,6 +120,7 @@ TOLD = {
     "a mean over labels, of which one microbatch has none": "loss_weight=function",
     "a loss over pairs": "set num_microbatches: 1",
     "a loss by a counter": "set num_microbatches: 1",
+    "a loss of adapted weights": "set num_microbatches: 1",
 }
 
 

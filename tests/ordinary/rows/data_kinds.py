@@ -168,6 +168,47 @@ fields(
 )
 
 
+class Albums(Ordinary):
+    """Lists of images, as many as each sample has."""
+
+    def forward(self, batch: Any) -> Tensor:
+        albums = batch["inputs"]["images"]
+        features = torch.stack([self.encoder(torch.stack(list(album))).mean(0) for album in albums])
+        return self.decoder(batch["inputs"]["tokens"], features)
+
+
+@row("Data", "a nested dict with a list of lists of images, beside tensors")
+def albums(run: Run) -> dict[str, Any]:
+    def collated(samples: list[Any]) -> dict[str, Any]:
+        album = [[one["images"] * (1 + place) for place in range(1 + int(one["label"]))] for one in samples]
+        tokens, label = (torch.stack([one[name] for one in samples]) for name in ("tokens", "label"))
+        return {"inputs": {"images": album, "tokens": tokens}, "label": label, "split": "train"}
+
+    loaders = {"train_dataloaders": run.training(Samples(32), 8, collate_fn=collated), "val_dataloaders": None}
+    return fitted(run, Albums(), data=loaders)
+
+
+class Channels(Ordinary):
+    """A list of images [C, H, W]."""
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.decoder(batch["tokens"], self.encoder(torch.stack(list(batch["images"])).flatten(1)))
+
+
+@row(
+    "Data",
+    "a list of images `[3, H, W]`, and a last batch of 3 samples",
+    differs={"replicas": "the sampler repeats a sample, so that replicas have as many, as under DDP"},
+)
+def channels(run: Run) -> dict[str, Any]:
+    def collated(samples: list[Any]) -> dict[str, Any]:
+        tensors = default_collate([{name: one[name] for name in ("tokens", "label")} for one in samples])
+        return {**tensors, "images": [one["images"].view(3, 1, -1) for one in samples]}
+
+    loaders = {"train_dataloaders": run.training(Samples(11), 8, collate_fn=collated), "val_dataloaders": None}
+    return fitted(run, Channels(), data=loaders)
+
+
 ROWS = {"replicas": "Lightning weighs what a batch logs by the rows of its first tensor"}
 
 

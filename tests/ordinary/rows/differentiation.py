@@ -193,3 +193,25 @@ class Checkpointed(WithDecoder):
 class ReducesLayers(WithDecoder):
     def __init__(self) -> None:
         super().__init__(Reduced)
+
+
+@row(
+    SECTION,
+    "meta learning (MAML): weights of the head adapted by `torch.autograd.grad(create_graph=True)`, `functional_call`",
+    differs={
+        "replicas": "each replica adapts weights to its own samples, as under DDP",
+        "split": "each microbatch adapts weights to its own samples; a warning tells of it",
+    },
+    warns=True,
+)
+class Adapts(Ordinary):
+    def loss(self, batch: Any) -> Tensor:
+        half, weights = len(batch["label"]) // 2, dict(self.decoder.named_parameters())
+        features, label = self.encoder(batch["images"]), batch["label"]
+        support = self.decoder(batch["tokens"][:half], features[:half])
+        if self.training:
+            loss = F.cross_entropy(support, label[:half])
+            (slope,) = torch.autograd.grad(loss, weights["head.weight"], create_graph=True)
+            weights["head.weight"] = weights["head.weight"] - 2.0 * slope
+        query = torch.func.functional_call(self.decoder, weights, (batch["tokens"][half:], features[half:]))
+        return F.cross_entropy(query, label[half:])
