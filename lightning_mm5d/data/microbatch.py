@@ -29,6 +29,7 @@ from lightning_mm5d.data.packed_images import (
     Path,
     asked_ways,
     counted_ways,
+    is_table,
     kind_of,
     owns_other_rows,
     packed_rows,
@@ -388,6 +389,7 @@ def leaves(node: Any, samples: int | None = None, path: Path = ()) -> Iterator[t
         children is None
         or (is_plain_sequence(node) and not nested)
         or _is_sample_list(node, samples)
+        or (samples is not None and path and kind_of(path[-1]) is not None and is_table(node))
         or _is_ragged(node)
     ):
         yield path, node

@@ -85,6 +85,13 @@ def kind_of(name: Hashable) -> str | None:
     return next((kind for kind, pattern in _NAMES.items() if re.search(pattern, str(name))), None)
 
 
+def is_table(value: Any) -> bool:
+    """Whether a list holds the sizes of items as pairs or triples of numbers: ``image_sizes`` as ``[(336, 672)]``."""
+    rows = value if isinstance(value, list | tuple) else ()
+    is_row = [isinstance(row, list | tuple) and all(isinstance(one, int) for one in row) for row in rows]
+    return bool(is_row) and all(is_row) and {*map(len, rows)} in ({2}, {3})
+
+
 def packed_rows(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) -> dict[Path, list[int]]:
     """Tells how many rows of each packed field every sample owns.
 
@@ -104,6 +111,7 @@ def packed_rows(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) 
     rows: dict[Path, list[int]] = {}
     by_kind = _members(fields, samples, tokens)
     claimed = {path for members in by_kind.values() for path in members}
+    claimed |= {path for path in fields if path[-1:] == ("position_ids",)}  # of text, [3, B, S] by chance as many items
     others = {path: value for path, value in fields.items() if path and path not in claimed and len(value) != samples}
     for kind, members in by_kind.items():
         rows |= {path: [0] * samples for path, value in members.items() if len(value) == 0}
@@ -248,6 +256,8 @@ def _padded_per_sample(members: Mapping[Path, Any], samples: int) -> torch.Tenso
 
 def _table(value: Any) -> list[int] | None:
     """The product of each item's sizes, if ``value`` is a table of those: integers [N], [N, 2] or [N, 3]."""
+    if is_table(value):
+        value = torch.tensor(value)
     if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.dtype == torch.bool:
         return None
     if value.ndim == 2 and value.shape[1] in (2, 3):

@@ -273,6 +273,29 @@ class TestPackedFields:
         }
         assert owned(batch, 3, "video_compression_mask") == [[*range(8)], [], [*range(8, 12)]]
 
+    def test_sizes_in_a_list_go_with_their_images(self) -> None:
+        sizes = [(4, 4), (8, 4), (4, 4)]
+        batch = {
+            "input_ids": ids([IMAGE] * 2, [], [IMAGE] * 4 + [9] + [IMAGE] * 2, []),
+            "pixel_values": numbered(3, 5, 3, 4, 4),
+            "image_sizes": sizes,
+        }
+        assert owned(batch, 4) == [[0], [], [1, 2], []]
+        parts = [part.batch["image_sizes"] for part in split(batch, 4, image_tokens=TOKENS)]
+        assert parts == [sizes[:1], None, sizes[1:], None]
+
+    def test_positions_of_text_are_not_rows_of_as_many_images(self) -> None:
+        """Qwen's [3, B, S] beside three images."""
+        positions = torch.arange(3 * 2 * 3).view(3, 2, 3)
+        batch = {
+            "input_ids": ids([IMAGE, 9, IMAGE], [IMAGE]),
+            "pixel_values": numbered(3, 2),
+            "position_ids": positions,
+        }
+        assert owned(batch, 2) == [[0, 1], [2]]
+        second = split(batch, 2, image_tokens=TOKENS)[1].batch
+        assert torch.equal(second["position_ids"], positions[:, 1:])
+
     @pytest.mark.parametrize("dealer", [None, lambda sizes, lengths: [[0, 1], [2, 3]], lambda sizes, lengths: None])
     def test_a_part_with_nothing_but_padding_has_no_images(self, dealer: Any) -> None:
         """Idefics: a model that gets padding alone has no image, or features without a token."""
