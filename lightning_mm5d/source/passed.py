@@ -260,12 +260,14 @@ def leaves_loss(functions: frozenset[FunctionType]) -> bool:
 
 
 def hands_on(functions: frozenset[FunctionType]) -> bool:
-    """Whether a step gives labels to a function that is neither its own nor torch's, and may be a mean over them."""
-    known = {function.__name__ for function in functions} | _LOSSES
+    """Whether a step computes a cross entropy, or gives labels to what is neither its own nor torch's: token means."""
+    known = {function.__name__ for function in functions}
     calls = [node for node in _nodes(functions) if isinstance(node, ast.Call)]
-    calls = [call for call in calls if not re.match(r"torch\.|.*\b(len|get|pop)$", ast.unparse(call.func))]
-    calls = [call for call in calls if getattr(call.func, "attr", getattr(call.func, "id", "")) not in known]
-    given = [_unmoved(one) for call in calls for one in call.args]
+    if any(_LOSSES & (names(function) or frozenset()) for function in functions):
+        return True
+    others = [call for call in calls if not re.match(r"torch\.|.*\b(len|get|pop)$", ast.unparse(call.func))]
+    others = [call for call in others if getattr(call.func, "attr", getattr(call.func, "id", "")) not in known]
+    given = [_unmoved(one) for call in others for one in call.args]
     return any(isinstance(one, (ast.Name, ast.Subscript)) and _is_of_labels(one) for one in given)
 
 

@@ -195,6 +195,16 @@ class ByACriterion(Judged):
         return self.criterion(logits[:, :-1], labels[:, 1:].flatten())
 
 
+def next_token_loss(logits: Tensor, wanted: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), wanted[:, 1:].flatten())
+
+
+class ByAFunction(Judged):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        labels = batch.pop("labels")
+        return next_token_loss(self.model(**batch).logits, labels)
+
+
 class Read(Judged):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         found = self.model(**batch)
@@ -204,7 +214,14 @@ class Read(Judged):
 
 @pytest.mark.parametrize(
     ("module", "expected"),
-    [(Scored, (2, 2)), (Preferred, (2, 2)), (Classified, (2, 2)), (ByACriterion, SHIFTED), (Read, SHIFTED)],
+    [
+        (Scored, (2, 2)),
+        (Preferred, (2, 2)),
+        (Classified, (2, 2)),
+        (ByACriterion, SHIFTED),
+        (ByAFunction, SHIFTED),
+        (Read, SHIFTED),
+    ],
 )
 def test_label_tokens_count_only_where_a_step_uses_a_loss_of_them(module: Any, expected: tuple[float, ...]) -> None:
     assert weights(module(), {"input_ids": IDS, "labels": LABELS}, loss_weight="auto") == expected
