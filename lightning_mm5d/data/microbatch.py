@@ -29,6 +29,7 @@ from lightning_mm5d.data.packed_images import (
     Path,
     asked_ways,
     counted_ways,
+    is_table,
     kind_of,
     owns_other_rows,
     packed_rows,
@@ -73,11 +74,19 @@ def _place(pair: tuple[int, Any]) -> int:
 
 
 class _Cut(NamedTuple):
-    """Where one leaf is cut: part m is ``[bounds[m], bounds[m + 1])`` along ``dim``, a microbatch or a sample."""
+    """Where one leaf is cut: part m is ``[bounds[m], bounds[m + 1])`` along ``dim``, a microbatch or a sample.
+
+    A part without items, counted by ``[items[m], items[m + 1])``, is None: of packed rows, or of nothing but padding.
+    """
 
     dim: int
     bounds: list[int]
-    packed: bool
+    items: list[int] | None = None
+
+    def at(self, ends: Sequence[int]) -> _Cut:
+        """Return the cut into parts that end at these parts of this one."""
+        items = None if self.items is None else [self.items[end] for end in ends]
+        return self._replace(bounds=[self.bounds[end] for end in ends], items=items)
 
 
 def batch_samples(batch: Any) -> int | None:
@@ -156,8 +165,9 @@ def split(
     Of M the larger ones come first; of a size the last has what is left.
 
     Tensors become views. A packed field of which a microbatch owns no rows (``pixel_values`` where no sample
-    has an image) is None there. A packed field is known by the name that processors give it; one of another
-    name that happens to have B rows is taken to have one row per sample.
+    has an image) is None there, and so is one of Idefics that has nothing but padding there. A packed field is known
+    by the name that processors give it; one of another name that happens to have B rows is taken to have one row per
+    sample.
 
     Args:
         batch: a nesting of containers with B samples.
@@ -196,7 +206,7 @@ def split(
         dealt = dealer(_packed_sizes(batch, cuts), sizes)
         if dealt is not None:
             return [Microbatch(_taken(batch, cuts, _rows_of(own)), len(own), places=tuple(own)) for own in dealt]
-        cuts = {path: cut._replace(bounds=[cut.bounds[end] for end in ends]) for path, cut in cuts.items()}
+        cuts = {path: cut.at(ends) for path, cut in cuts.items()}
     return [Microbatch(_taken(batch, cuts, _part(m)), end - start) for m, (start, end) in enumerate(pairwise(ends))]
 
 
@@ -250,7 +260,7 @@ def _part(number: int) -> Callable[[Any, _Cut], Any]:
 
     def take(node: Any, cut: _Cut) -> Any:
         start, end = cut.bounds[number], cut.bounds[number + 1]
-        if cut.packed and start == end:
+        if cut.items is not None and cut.items[number] == cut.items[number + 1]:
             return None
         if isinstance(node, LazyTensor) and cut.dim == 0:
             return node.rows(start, end)
@@ -264,7 +274,7 @@ def _rows_of(samples: Sequence[int]) -> Callable[[Any, _Cut], Any]:
 
     def take(node: Any, cut: _Cut) -> Any:
         rows = [row for sample in samples for row in range(cut.bounds[sample], cut.bounds[sample + 1])]
-        if cut.packed and not rows:
+        if cut.items is not None and all(cut.items[sample] == cut.items[sample + 1] for sample in samples):
             return None
         if is_plain_sequence(node):
             return type(node)(node[row] for row in rows)
@@ -344,16 +354,17 @@ def _plan(batch: Any, samples: int, ends: list[int], tokens: PackedTokens) -> di
         mrope = name == "position_ids" and is_array(value) and value.ndim == 3
         if path in rows:
             row_ends = list(accumulate(rows[path], initial=0))
-            cuts[path] = _Cut(0, [row_ends[end] for end in ends], packed=True)
+            items = [row_ends[end] for end in ends]
+            cuts[path] = _Cut(0, items if row_ends[-1] == len(value) else ends, items)
         elif mrope and value.shape[1] == samples:  # Qwen's [3 or 4, B, S]
-            cuts[path] = _Cut(1, ends, packed=False)
+            cuts[path] = _Cut(1, ends)
         elif len(value) == samples and not (is_array(value) and owns_other_rows(path, value, counts)):
-            cuts[path] = _Cut(0, ends, packed=False)
+            cuts[path] = _Cut(0, ends)
         elif (is_array(value) or _is_ragged(value)) and not (name == "position_ids" and len(value) == 1):
             ways = [way for way in asked_ways(path, fields, counts) if sum(way) == len(value) and is_array(value)]
             if ways and all(way == ways[0] for way in ways):
                 row_ends = list(accumulate(ways[0], initial=0))
-                cuts[path] = _Cut(0, [row_ends[end] for end in ends], packed=False)
+                cuts[path] = _Cut(0, [row_ends[end] for end in ends])
             else:
                 unresolved[path] = value
     if unresolved:
@@ -384,6 +395,7 @@ def leaves(node: Any, samples: int | None = None, path: Path = ()) -> Iterator[t
         children is None
         or (is_plain_sequence(node) and not nested)
         or _is_sample_list(node, samples)
+        or (samples is not None and path and kind_of(path[-1]) is not None and is_table(node))
         or _is_ragged(node)
     ):
         yield path, node

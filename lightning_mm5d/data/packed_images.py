@@ -32,7 +32,7 @@ REMEDY = (
 )
 
 _NAMES = {  # how processors name the fields that travel with each kind of item; the first match decides
-    "video": r"_videos$|_per_video$|^video_(grid|second|merge|position|sizes)|^second_per_grid_ts$",
+    "video": r"_videos$|_per_video$|^video_(grid|second|merge|position|sizes|compression)|^second_per_grid_ts$",
     "image": r"^pixel_|_pixel_values$|^image_(grid|sizes|merge|position|embeds)|^spatial_shapes$|^num_local",
     "audio": r"^(input|audio)_features?(_|$)|^feature_attention_mask$|^(input|audio)_values$",
 }
@@ -85,6 +85,13 @@ def kind_of(name: Hashable) -> str | None:
     return next((kind for kind, pattern in _NAMES.items() if re.search(pattern, str(name))), None)
 
 
+def is_table(value: Any) -> bool:
+    """Whether a list holds the sizes of items as pairs or triples of numbers: ``image_sizes`` as ``[(336, 672)]``."""
+    rows = value if isinstance(value, list | tuple) else ()
+    is_row = [isinstance(row, list | tuple) and all(isinstance(one, int) for one in row) for row in rows]
+    return bool(is_row) and all(is_row) and {*map(len, rows)} in ({2}, {3})
+
+
 def packed_rows(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) -> dict[Path, list[int]]:
     """Tells how many rows of each packed field every sample owns.
 
@@ -94,8 +101,9 @@ def packed_rows(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) 
         tokens: the placeholder ids. Where ``mm_token_type_ids`` is among the fields, it serves as well.
 
     Returns:
-        For each field that is packed, B row counts that sum to its length. A field that is not in the
-        result is not packed (it has one row per sample), or nothing is known of it.
+        For each field that is packed, B row counts that sum to its length. For images that Idefics pads to one
+        row per sample, 0 where the row is all padding, else 1. A field that is not in the result has one row per
+        sample, or nothing is known of it.
 
     Raises:
         ConfigError: a field is packed, but no way of counting fits every sample exactly.
@@ -103,6 +111,7 @@ def packed_rows(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) 
     rows: dict[Path, list[int]] = {}
     by_kind = _members(fields, samples, tokens)
     claimed = {path for members in by_kind.values() for path in members}
+    claimed |= {path for path in fields if path[-1:] == ("position_ids",)}  # of text, [3, B, S] by chance as many items
     others = {path: value for path, value in fields.items() if path and path not in claimed and len(value) != samples}
     for kind, members in by_kind.items():
         rows |= {path: [0] * samples for path, value in members.items() if len(value) == 0}
@@ -110,7 +119,11 @@ def packed_rows(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) 
         told = _told_items(fields, samples, kind)
         token = tokens.named[kind][0] if kind in tokens.named else getattr(tokens, kind, None)
         masks = _placeholders(fields, samples, kind, token)
-        if not members or (told is None and (not masks or _is_padded_per_sample(members, samples))):
+        padded = None if told is not None else _padded_per_sample(members, samples)
+        if padded is not None and masks and padded.ndim == 5:  # Mllama attends to padding, too
+            has_items = masks[0].any(dim=1).long().tolist()
+            rows |= {path: has_items for path, value in members.items() if len(value) == samples}
+        if not members or padded is not None or (told is None and not masks):
             continue
         tables = [table for value in members.values() if (table := _table(value)) is not None]
         items = len(tables[0]) if tables else min(len(value) for value in members.values())
@@ -120,8 +133,11 @@ def packed_rows(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) 
             rule = "fit the placeholders of the samples" if told is None else f"are as many as {told} says"
             raise _cannot_count(kind, members, f"its {items} items {rule}", masks)
         ways = [owned, *(_sum_by(owned, table) for table in tables)]
+        found = [_table(value) for value in members.values() if getattr(value, "shape", ())[1:] == (3,)]
+        grids = [table for table in found if table is not None]
         for path, value in (members | others).items():
-            fitting = [way for way in ways if sum(way) == len(value)]
+            merged = [_shared(_sum_by(owned, grid), len(value)) for grid in grids if path in members]
+            fitting = [way for way in ways if sum(way) == len(value)] or [way for way in merged if way is not None]
             fitting += [rows[path]] if path in rows and fitting else []
             if any(way != fitting[0] for way in fitting):
                 raise _cannot_count(kind, {path: value}, "there is one way to assign its rows", masks)
@@ -230,15 +246,18 @@ def _placeholders(fields: Mapping[Path, Any], samples: int, kind: str, token: in
     return [mask for mask in masks if mask.ndim == 2 and len(mask) == samples and mask.any()]
 
 
-def _is_padded_per_sample(members: Mapping[Path, Any], samples: int) -> bool:
-    """Whether images are [B, images, C, H, W], one padded row per sample, as Idefics and Mllama have them."""
+def _padded_per_sample(members: Mapping[Path, Any], samples: int) -> torch.Tensor | None:
+    """Images that are [B, images, C, H, W], one padded row per sample, as Idefics has them; tiles [..] of Mllama."""
     pixels = next((value for path, value in members.items() if path[-1] == "pixel_values"), None)
     sizes = any(path[-1] == "image_sizes" for path in members)
-    return isinstance(pixels, torch.Tensor) and pixels.ndim >= 5 and len(pixels) == samples and not sizes
+    is_padded = isinstance(pixels, torch.Tensor) and pixels.ndim >= 5 and len(pixels) == samples and not sizes
+    return pixels if is_padded else None
 
 
 def _table(value: Any) -> list[int] | None:
     """The product of each item's sizes, if ``value`` is a table of those: integers [N], [N, 2] or [N, 3]."""
+    if is_table(value):
+        value = torch.tensor(value)
     if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.dtype == torch.bool:
         return None
     if value.ndim == 2 and value.shape[1] in (2, 3):
@@ -283,6 +302,12 @@ def _assign(count: list[int], sizes: list[int]) -> list[int] | None:
             return None
         owned.append(taken - first)
     return owned
+
+
+def _shared(way: list[int], rows: int) -> list[int] | None:
+    """``rows`` in proportion to ``way``, as each four patches are merged into one; None unless exact."""
+    total = sum(way)
+    return None if any(own * rows % total for own in way) else [own * rows // total for own in way]
 
 
 def _sum_by(owned: list[int], sizes: list[int]) -> list[int]:

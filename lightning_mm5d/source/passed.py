@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Hashable, Iterator, Mapping
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, Literal
 
@@ -229,6 +230,7 @@ def _is_none(node: ast.expr) -> bool:
 
 Counting = Literal["all", "shifted"]
 """Which labels count: all, or all but the first of each row; those of -100 never do."""
+_OUTPUTS = {"logits", "last_hidden_state", "hidden_states", "decoder_hidden_states", "encoder_last_hidden_state"}
 _LOSSES = {"cross_entropy", "CrossEntropyLoss", "fixed_cross_entropy"}
 
 
@@ -244,6 +246,40 @@ def counting(module: nn.Module, own: frozenset[FunctionType] = frozenset()) -> C
         has_loss = any(isinstance(part, nn.CrossEntropyLoss) for part in module.modules())
         found = {_of_functions(own, has_loss=has_loss)}
     return found.pop() if len(found) == 1 else None
+
+
+def leaves_loss(functions: frozenset[FunctionType]) -> bool:
+    """Whether a step takes logits or states of what a model returns, and never its loss: the loss is the step's own."""
+    read: set[object] = set()
+    for node in _nodes(functions):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
+            read.add(node.attr)
+        elif isinstance(node, ast.Subscript) and not isinstance(node.value, ast.Attribute):  # not `x.shape[0]`
+            read.add(getattr(node.slice, "value", None))
+    return bool(read & _OUTPUTS) and not read & {"loss", 0}
+
+
+def hands_on(functions: frozenset[FunctionType]) -> bool:
+    """Whether a step computes a cross entropy, or gives labels to what is neither its own nor torch's: token means."""
+    known = {function.__name__ for function in functions}
+    calls = [node for node in _nodes(functions) if isinstance(node, ast.Call)]
+    if any(_LOSSES & (names(function) or frozenset()) for function in functions):
+        return True
+    others = [call for call in calls if not re.match(r"torch\.|.*\b(len|get|pop)$", ast.unparse(call.func))]
+    others = [call for call in others if getattr(call.func, "attr", getattr(call.func, "id", "")) not in known]
+    given = [_unmoved(one) for call in others for one in call.args]
+    return any(isinstance(one, (ast.Name, ast.Subscript)) and _is_of_labels(one) for one in given)
+
+
+def _unmoved(node: ast.expr) -> ast.expr:
+    """What an expression moves or casts: ``labels[:, 1:]`` of ``labels[:, 1:].flatten()``."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in KEEP_VALUES:
+        node = node.func.value
+    return node
+
+
+def _nodes(functions: Iterable[FunctionType]) -> list[ast.AST]:
+    return [node for function in functions if (tree := tree_of(function)) is not None for node in ast.walk(tree)]
 
 
 def _models(module: nn.Module) -> Iterator[nn.Module]:
@@ -293,8 +329,7 @@ def _shifts(function: FunctionType) -> bool:
 
 def _behind(found: Counting | None, *functions: FunctionType) -> Counting | None:
     """Return how labels count that some of `functions` may put behind something: the first is then predicted, too."""
-    nodes = [node for function in functions if (tree := tree_of(function)) is not None for node in ast.walk(tree)]
-    return "all" if found == "shifted" and any(map(_puts_before, nodes)) else found
+    return "all" if found == "shifted" and any(map(_puts_before, _nodes(functions))) else found
 
 
 def _puts_before(node: ast.AST) -> bool:

@@ -374,8 +374,9 @@ class Run:
             if again and any(is_remote(tensor) for _, tensor in tensors_in((args, kwargs))):
                 raise StageError(
                     f"the step passes again through the layers of {modality}, with an input that depends on what the "
-                    "pass before gave, which a later stage computes: a training step with pp_size > 1 may call the "
-                    "model several times, with inputs from the batch. Use pp_size=1, or generate in validation_step"
+                    "pass before gave, or on a result of an encoder that a later stage computes with: a training step "
+                    "with pp_size > 1 may call the model several times, with inputs from the batch. Use pp_size=1, "
+                    "generate in validation_step, or set feeds='all' of the encoder, where a second model uses it"
                 )
         if layer == cut.first and not self._replays:
             if self.draws is not None:

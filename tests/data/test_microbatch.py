@@ -258,9 +258,9 @@ class TestPackedFields:
         assert [None if p["speaker"] is None else p["speaker"].item() for p in parts] == [4, None, 5]
 
     def test_images_padded_per_sample_stay_with_their_sample(self) -> None:
-        """Idefics: [B, images, C, H, W], padded with empty images; the first sample has none."""
-        batch = {"input_ids": ids([], [IMAGE, 9, IMAGE]), "pixel_values": numbered(2, 2, 3, 4, 4)}
-        assert owned(batch, 2) == [[0], [1]]
+        """Idefics: [B, images, C, H, W], padded with empty images; the first sample of the second half has none."""
+        batch = {"input_ids": ids([IMAGE], [IMAGE], [], [IMAGE, 9, IMAGE]), "pixel_values": numbered(4, 2, 3, 4, 4)}
+        assert owned(batch, 2) == [[0, 1], [2, 3]]
 
     def test_describe_finds_the_ids_in_any_config_of_the_tree(self) -> None:
         inner, outer = torch.nn.Linear(1, 1), torch.nn.Module()

@@ -8,12 +8,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lightning_mm5d import ConfigError, MultimodalStrategy
 from lightning_mm5d.data.batches import LoaderBatches
 from lightning_mm5d.trainer.batch_parts import BatchParts
 from source.test_passed import Masked, Unpacked, Unsaid
+from zoo import CASES
 
 IDS = torch.arange(12).reshape(4, 3)
 LABELS = torch.tensor([[5, -100, 6], [5, 6, 7], [-100, -100, 5], [5, 5, -100]])
@@ -142,3 +144,84 @@ def test_a_size_of_microbatches_gives_a_function_their_number() -> None:
     assert counts == [2, 2, 1]
     with pytest.raises(ConfigError, match=r"microbatch_size: got 2.*do not agree.*num_microbatches"):
         sized.split((IDS, IDS[:1]))
+
+
+class Criterion(nn.Module):
+    def forward(self, logits: Tensor, wanted: Tensor) -> Tensor:
+        return logits.log_softmax(-1).flatten(0, 1)[wanted].mean()
+
+
+class Judged(L.LightningModule):
+    """Steps around a causal language model that takes labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.score = CASES["llama"].build().model, nn.Linear(32, 1)
+        self.criterion = Criterion()
+
+
+class Scored(Judged):
+    """A reward of the last token."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        labels = batch.pop("labels")
+        hidden = self.model.model(**batch).last_hidden_state
+        score = self.score(hidden[torch.arange(hidden.shape[0]), -1]).squeeze(-1)
+        return F.binary_cross_entropy_with_logits(score, (labels.max(1).values % 2).to(score))
+
+
+class Preferred(Judged):
+    def log_probability(self, batch: Any, labels: Tensor) -> Tensor:
+        logits = self.model(**batch).logits.log_softmax(-1)
+        return logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1).sum(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        labels = batch.pop("labels")
+        return -F.logsigmoid(self.log_probability(batch, labels)).mean()
+
+
+class Classified(Judged):
+    """The model computes a loss, too, which nothing uses."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.model(**batch, output_hidden_states=True).hidden_states[-1]
+        return F.cross_entropy(self.score(hidden.mean(1)), batch["input_ids"][:, 0] % 1)
+
+
+class ByACriterion(Judged):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        labels = batch["labels"]
+        logits = self.model(**batch).logits
+        return self.criterion(logits[:, :-1], labels[:, 1:].flatten())
+
+
+def next_token_loss(logits: Tensor, wanted: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), wanted[:, 1:].flatten())
+
+
+class ByAFunction(Judged):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        labels = batch.pop("labels")
+        return next_token_loss(self.model(**batch).logits, labels)
+
+
+class Read(Judged):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found = self.model(**batch)
+        self.log("largest", found.logits.max())
+        return found["loss"]
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (Scored, (2, 2)),
+        (Preferred, (2, 2)),
+        (Classified, (2, 2)),
+        (ByACriterion, SHIFTED),
+        (ByAFunction, SHIFTED),
+        (Read, SHIFTED),
+    ],
+)
+def test_label_tokens_count_only_where_a_step_uses_a_loss_of_them(module: Any, expected: tuple[float, ...]) -> None:
+    assert weights(module(), {"input_ids": IDS, "labels": LABELS}, loss_weight="auto") == expected
