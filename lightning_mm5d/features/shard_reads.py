@@ -13,7 +13,9 @@ Refuses calls by which a step would compute with tensors that do not fit a rank'
 - `torch.func.functional_call` of a sharded module with full tensors: each rank would compute all, and ranks would add
   up what is full already;
 - transforms of `torch.func` (`vmap`, `grad`, `jacrev`) around modules that other ranks compute, or of which a rank has
-  a shard: what such a call hands to another rank or a collective knows nothing of the transform.
+  a shard: what such a call hands to another rank or a collective knows nothing of the transform;
+- calls and state dicts of modules whose parameters replicas share, while these show rows; hooks on such parameters,
+  sparse gradients of them, and manual optimization beside them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch._functorch import eager_transforms
 from torch._functorch import vmap as vectorized
@@ -33,12 +37,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_mm5d.config.errors import ConfigError, private
+from lightning_mm5d.data_parallel.shared_parameters import Closed, SharedParameter
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
+from lightning_mm5d.gradients.gradients import has_hooks
+from lightning_mm5d.plan.holdings import DataShards
+from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action
 from lightning_mm5d.sharded.remote_value import LIKE, TELLING, is_remote
 from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.stage import Run
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
+from lightning_mm5d.trainer.hidden_gradients import hooked
 
 _DIM_AT = dict.fromkeys(("sum", "mean", "prod", "std", "var", "amax", "amin", "max", "min", "logsumexp", "median"), 1)
 _DIM_AT |= dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "quantile", "normalize"), 2)
@@ -49,6 +58,10 @@ _APART = {*TELLING, *LIKE, Tensor.new_tensor}
 
 class ShardReads(Feature):
     """Has no field: it changes no number."""
+
+    def check(self, module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
+        """Refuse modules that do with parameters what cannot be done with rows of them."""
+        check_shared(module, plan)
 
     def attach(self, running: Running) -> Attached | None:
         """Guard some calls of torch.func, and watch the first step of each kind, unless modules are compiled."""
@@ -71,8 +84,34 @@ _NESTINGS: tuple[tuple[ModuleType, str, bool], ...] = (
 """what transforms of `torch.func` enter around a function, and whether they differentiate it"""
 
 
+def check_shared(module: pl.LightningModule, plan: Plan) -> None:
+    """Refuse modules that do with parameters what cannot be done with rows of them.
+
+    Raises:
+        ConfigError: manual optimization; hooks on shared parameters; sparse gradients of them.
+    """
+    shards = DataShards(plan)
+    if not shards.exist:
+        return
+    if not module.automatic_optimization:
+        rule = "Manual optimization runs its own backward, and ranks that share parameters gather them for a step"
+        fix = f"Use automatic optimization, or {'ep_size=1' if plan.experts else 'zero_stage=0'}"
+        raise ConfigError("automatic_optimization", False, rule, fix)
+    sparse = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding) and part.sparse}
+    for name, parameter in module.named_parameters():
+        ranks = plan.ownership.ranks_holding(name) if name in plan.partition.owners else ()
+        shard = next(filter(None, (shards.of(name, rank) for rank in ranks)), None)
+        if shard is None:
+            continue
+        if has_hooks(parameter):
+            raise hooked(name, shard)
+        if id(parameter) in sparse:
+            rule = "Ranks that share a parameter sum gradients of its rows, which are dense"
+            raise ConfigError(f"{name}.sparse", True, rule, "Use sparse=False, or zero_stage=0")
+
+
 class _Guards(Attached):
-    """Refuses transforms of `torch.func`, and its `functional_call`, where they would compute with parts of modules.
+    """Refuses what would compute with parts of modules: transforms of `torch.func`, its `functional_call`, other calls.
 
     Args:
         running: the run on this rank.
@@ -86,14 +125,35 @@ class _Guards(Attached):
             bool(plan.topology.edges) or any(max(one.tp, one.cp) > 1 for one in axes) or running.experts is not None
         )
         self._cut = self._modules_cut(running) if is_cut else {}
-        rows = {id(one.parameter) for one in running.shared.all}
-        parts = self._root.named_modules()
-        self._rows = {one: path for path, one in parts if any(id(p) in rows for p in one.parameters(recurse=False))}
+        self._rows = dict[nn.Module, str]()
+        for path, part in self._root.named_modules():
+            named = part.named_parameters(path, recurse=False)
+            held = [(name, one) for name, p in named if (one := running.shared.get(p)) is not None]
+            if held:
+                self._rows[part] = path
+                self._watch(part, held)
         if self._shards:
             self.put_attribute(stateless, "_functional_call", self._called(private(stateless, "_functional_call")))
         for owner, name, differentiates in _NESTINGS if self._cut or self._rows else ():
             watched = self._cut | self._rows if differentiates else self._cut
             self.put_attribute(owner, name, self._watching(private(owner, name), watched))
+
+    def _watch(self, part: nn.Module, held: Sequence[tuple[str, SharedParameter]]) -> None:
+        """Refuse calls and state dicts of a module while it shows rows."""
+
+        def refuse_call(_: nn.Module, args: Any) -> None:
+            for name, one in held:
+                if not one.is_whole and not self._runtime.guard.shows_full:
+                    raise self._runtime.guard.error(name, "A call outside of a step")
+
+        def refuse_state(_: nn.Module, prefix: str, keep_vars: bool) -> None:
+            for name, one in held:
+                is_cut = not one.is_whole or isinstance(one.parameter, Closed)
+                if not keep_vars and is_cut and not self._runtime.guard.shows_full:
+                    raise self._runtime.guard.error(name, "state_dict()")
+
+        self.changes.callback(part.register_forward_pre_hook(refuse_call).remove)
+        self.changes.callback(part.register_state_dict_pre_hook(refuse_state).remove)
 
     def _modules_cut(self, running: Running) -> dict[nn.Module, str]:
         """Modules at which a run goes over to other ranks, and those with a parameter that is sharded or elsewhere."""

@@ -24,9 +24,9 @@ from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import Guard
+from lightning_mm5d.trainer.hidden_gradients import HiddenGradients, hooked
 from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.own_backwards import replaced, without_inputs
-from lightning_mm5d.trainer.sharing_guards import HiddenGradients, hooked
 
 
 class SkippedUpdate(Exception):  # noqa: N818 - no error: it ends the optimizer's step

@@ -45,7 +45,6 @@ from lightning_mm5d.trainer.metrics import MetricSync, count_apart, in_container
 from lightning_mm5d.trainer.optimization import Optimization
 from lightning_mm5d.trainer.process_group import device_mesh
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
-from lightning_mm5d.trainer.sharing_guards import SharingGuards
 from lightning_mm5d.trainer.steps import Replica, Steps
 from lightning_mm5d.trainer.turns import Turns
 from lightning_mm5d.trainer.user_step import Context, ResultChannel
@@ -117,7 +116,6 @@ class Session:
         self._module, self._options = module, options
         self._groups = options.groups(options.timeout, device=message_device(options.device))
         self.buffers: BufferState | None = None
-        self._guards: SharingGuards | None = None
         # whole from its begin to its end, because replicas may have unequal numbers of batches
         self._predicts = module.trainer.predicting
         self._hooks = ParameterHooks(module)
@@ -237,7 +235,6 @@ class Session:
         self._shared.begin(computing_dtypes(self._module), trains=bool(optimizers))
         self._mains.adopt()
         if self._shared.all:
-            self._guards = SharingGuards(self._module, self._shared, self._cut.runtime.guard)
             self._gathering.attach()
         if self._shared.all or self._meets is not None:
             shared = self._gathering, self._meets, self._cut.experts
@@ -391,8 +388,6 @@ class Session:
         vars(self._module).pop(BEFORE_TRANSFER, None)
         self._gathering.remove()
         self._mains.show_main()
-        if self._guards is not None:
-            self._guards.remove()
         rank = self._options.rank
         if failed:
             self.abort()

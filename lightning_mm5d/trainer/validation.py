@@ -29,7 +29,6 @@ from lightning_mm5d.data_parallel.main_parameters import computing_dtypes
 from lightning_mm5d.plan.issued import Issued
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph, Schedule, build, is_table
-from lightning_mm5d.trainer.sharing_guards import check_shared
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
@@ -95,7 +94,6 @@ def check_module(
         build(schedule, plan.graphs.full_graph(schedule, num_microbatches, module))
         named = module.named_parameters(remove_duplicate=False)
         Issued(plan, schedule, num_microbatches, frozenset(name for name, p in named if p.requires_grad)).check()
-    check_shared(module, plan)
 
 
 _BUILT_IN: dict[str, Callable[[], bool]] = {

@@ -16,7 +16,7 @@ from data_parallel.test_sharing import Trained, shared
 from features.refusals.test_own_norms import REFUSALS, plan_of
 from features.toys import SHARED, Run, together
 from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
-from lightning_mm5d.trainer.validation import check_module
+from lightning_mm5d.features.shard_reads import check_shared
 
 
 class Manual(Trained):
@@ -50,7 +50,7 @@ def test_modules_that_need_full_gradients_are_refused_before_processes_start(
     module: type[Trained], field: str, stage: int
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        check_module(module(), plan_of(shared(stage)), 1, "1f1b")
+        check_shared(module(), plan_of(shared(stage)))
     assert error.value.field == field
     assert "zero_stage=0" in str(error.value)
 

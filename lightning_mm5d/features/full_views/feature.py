@@ -51,8 +51,8 @@ from lightning_mm5d.sharded.remote_value import Placeholder, is_remote, plain
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.trainer.feature import Attached, Feature, Running, is_of_user
+from lightning_mm5d.trainer.hidden_gradients import is_stand_in, stand_in
 from lightning_mm5d.trainer.optimization import SUMMED_LATE, is_summed_late
-from lightning_mm5d.trainer.sharing_guards import is_stand_in, stand_in
 
 _KINDS: tuple[Kind, ...] = ("values", "gradients", "states")
 _DTYPES = (
