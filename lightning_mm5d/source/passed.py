@@ -267,7 +267,9 @@ def hands_on(functions: frozenset[FunctionType]) -> bool:
         return True
     others = [call for call in calls if not re.match(r"torch\.|.*\b(len|get|pop)$", ast.unparse(call.func))]
     others = [call for call in others if getattr(call.func, "attr", getattr(call.func, "id", "")) not in known]
+    takes = [call for call in others if _OUTPUTS & {said for node in ast.walk(call) for said in _said(node)}]
     given = [_unmoved(one) for call in others for one in call.args]
+    given += [_unmoved(one.value) for call in takes for one in call.keywords]
     return any(isinstance(one, (ast.Name, ast.Subscript)) and _is_of_labels(one) for one in given)
 
 
@@ -353,5 +355,11 @@ def _makes(node: ast.expr) -> bool:
 
 def _is_of_labels(node: ast.expr) -> bool:
     """Whether an expression has a name with ``label`` or ``target`` in it: ``batch["labels"]``, ``self.targets``."""
-    said = [getattr(one, name, None) for one in ast.walk(node) for name in ("id", "attr", "value")]
-    return any(isinstance(one, str) and ("label" in one or "target" in one) for one in said)
+    said = [word for one in ast.walk(node) for word in _said(one)]
+    return any("label" in word or "target" in word for word in said)
+
+
+def _said(node: ast.AST) -> list[str]:
+    """The words of a node: a name, an attribute, a text, the name of an argument."""
+    words = [getattr(node, name, None) for name in ("id", "attr", "value", "arg")]
+    return [word for word in words if isinstance(word, str)]

@@ -195,6 +195,13 @@ class ByACriterion(Judged):
         return self.criterion(logits[:, :-1], labels[:, 1:].flatten())
 
 
+class ByTheModels(Judged):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        labels = batch["labels"]
+        logits = self.model(**batch).logits
+        return self.model.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
+
+
 def next_token_loss(logits: Tensor, wanted: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), wanted[:, 1:].flatten())
 
@@ -220,6 +227,7 @@ class Read(Judged):
         (Classified, (2, 2)),
         (ByACriterion, SHIFTED),
         (ByAFunction, SHIFTED),
+        (ByTheModels, SHIFTED),
         (Read, SHIFTED),
     ],
 )
