@@ -93,18 +93,22 @@ def batch_samples(batch: Any) -> int | None:
     """The number of samples B: the size that dim 0 of all tensors, or of the text tensors, has.
 
     A list of tensors of unequal lengths counts as one with as many rows as tensors; so does a list with as many
-    elements as all tensors outside of lists have rows, as of the images of each sample. Where some tensors have a row
-    for each item of a sample, and integers say how many these are, it is the number of those (`counted_ways`).
+    elements as all tensors outside of lists have rows, as of the images of each sample, and so do lists of one length
+    beside each other (images, and dicts of what is seen in each). Where some tensors have a row for each item of a
+    sample, and integers say how many these are, it is the number of those (`counted_ways`).
 
     Returns:
         None where tensors disagree and no field's name decides, and where nothing has a length.
     """
     arrays = {path: value for path, value in leaves(batch) if is_array(value) or _is_ragged(value)}
-    for name in _SAMPLE_WISE:
-        sizes = {len(value) for path, value in arrays.items() if path[-1:] == (name,)}
-        if len(sizes) == 1:
-            return sizes.pop()
     sizes = {len(value) for value in arrays.values()}
+    has_dicts = any(_lists_dicts(part) for _, part in children_of(batch) or ())
+    if (has_dicts or len(sizes) > 1 or len({path[:1] for path in arrays}) < 2) and (size := _rows(batch)) is not None:
+        return size
+    for name in _SAMPLE_WISE:
+        of_name = {len(value) for path, value in arrays.items() if path[-1:] == (name,)}
+        if len(of_name) == 1:
+            return of_name.pop()
     if not arrays:
         sizes = {len(value) for _, value in leaves(batch) if is_plain_sequence(value)}
     if len(sizes) > 1:
@@ -394,7 +398,7 @@ def leaves(node: Any, samples: int | None = None, path: Path = ()) -> Iterator[t
     if (
         children is None
         or (is_plain_sequence(node) and not nested)
-        or _is_sample_list(node, samples)
+        or _is_sample_list(node, samples, path)
         or (samples is not None and path and kind_of(path[-1]) is not None and is_table(node))
         or _is_ragged(node)
     ):
@@ -404,15 +408,32 @@ def leaves(node: Any, samples: int | None = None, path: Path = ()) -> Iterator[t
         yield from leaves(child, samples, (*path, step))
 
 
-def _is_sample_list(node: Any, samples: int | None) -> bool:
+def _is_sample_list(node: Any, samples: int | None, path: Path) -> bool:
     """Whether ``node`` lists samples (strings, tensors of any shapes, dicts of those) rather than fields."""
-    if samples is None or not is_plain_sequence(node) or len(node) != samples:
+    if samples is None or not is_plain_sequence(node) or len(node) != samples or _rows(node) == samples:
         return False
     inside = [(path, value) for path, value in leaves(node) if is_array(value)]
     fields = any(path[-1] == "input_ids" for path, _ in inside)
-    # images [C, H, W] may have as many channels as there are samples
-    images = samples in _CHANNELS and all(is_array(one) and len(one.shape) == 3 for one in node)
-    return not fields and (not inside or images or any(len(value) != samples for _, value in inside))
+    # dicts below the batch may have as many tensors or rows as there are samples, images [C, H, W] as many channels
+    likely = path and _lists_dicts(node)
+    likely = likely or (samples in _CHANNELS and all(is_array(one) and len(one.shape) == 3 for one in node))
+    return not fields and bool(not inside or likely or any(len(value) != samples for _, value in inside))
+
+
+def _rows(node: Any) -> int | None:
+    """The length of all parts of a node, which are of unlike kinds: tensors, or lists of elements of one kind each."""
+    parts = [part for _, part in children_of(node) or ()]
+    kinds = [{_kind(one) for one in part} if is_plain_sequence(part) else {"rows"} for part in parts]
+    is_table = all(map(_has_length, parts)) and len({*map(len, parts)}) == 1 and {*map(len, kinds)} == {1}
+    return len(parts[0]) if is_table and any(kind != kinds[0] for kind in kinds) else None
+
+
+def _lists_dicts(value: Any) -> bool:
+    return is_plain_sequence(value) and bool(value) and all(isinstance(one, Mapping) for one in value)
+
+
+def _kind(element: Any) -> object:
+    return (element.dtype, element.ndim) if is_array(element) else isinstance(element, Mapping) or type(element)
 
 
 def _is_ragged(node: Any) -> bool:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, Literal
@@ -261,15 +260,13 @@ def leaves_loss(functions: frozenset[FunctionType]) -> bool:
 
 def hands_on(functions: frozenset[FunctionType]) -> bool:
     """Whether a step computes a cross entropy, or gives labels to what is neither its own nor torch's: token means."""
-    known = {function.__name__ for function in functions}
-    calls = [node for node in _nodes(functions) if isinstance(node, ast.Call)]
+    left_out = {"len", "get", "pop", *(function.__name__ for function in functions)}
+    calls = [(ast.unparse(node.func).split("."), node) for node in _nodes(functions) if isinstance(node, ast.Call)]
     if any(_LOSSES & (names(function) or frozenset()) for function in functions):
         return True
-    others = [call for call in calls if not re.match(r"torch\.|.*\b(len|get|pop)$", ast.unparse(call.func))]
-    others = [call for call in others if getattr(call.func, "attr", getattr(call.func, "id", "")) not in known]
-    takes = [call for call in others if _OUTPUTS & {said for node in ast.walk(call) for said in _said(node)}]
+    others = [call for path, call in calls if path[0] != "torch" and path[-1] not in left_out]
     given = [_unmoved(one) for call in others for one in call.args]
-    given += [_unmoved(one.value) for call in takes for one in call.keywords]
+    given += [_unmoved(one.value) for call in others if _OUTPUTS & _words(call) for one in call.keywords]
     return any(isinstance(one, (ast.Name, ast.Subscript)) and _is_of_labels(one) for one in given)
 
 
@@ -355,11 +352,10 @@ def _makes(node: ast.expr) -> bool:
 
 def _is_of_labels(node: ast.expr) -> bool:
     """Whether an expression has a name with ``label`` or ``target`` in it: ``batch["labels"]``, ``self.targets``."""
-    said = [word for one in ast.walk(node) for word in _said(one)]
-    return any("label" in word or "target" in word for word in said)
+    return any("label" in word or "target" in word for word in _words(node))
 
 
-def _said(node: ast.AST) -> list[str]:
-    """The words of a node: a name, an attribute, a text, the name of an argument."""
-    words = [getattr(node, name, None) for name in ("id", "attr", "value", "arg")]
-    return [word for word in words if isinstance(word, str)]
+def _words(node: ast.AST) -> set[str]:
+    """The names, attributes, texts and names of arguments in an expression."""
+    words = [getattr(one, name, None) for one in ast.walk(node) for name in ("id", "attr", "value", "arg")]
+    return {word for word in words if isinstance(word, str)}

@@ -403,6 +403,37 @@ def test_lists_whose_samples_would_be_guessed_are_refused(batch: Any) -> None:
         split(batch, 2)
 
 
+def seen(count: int) -> dict[str, torch.Tensor]:
+    return {"boxes": torch.rand(count, 4), "labels": torch.arange(count)}
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (1, 1), (3, 3), (2, 1), (4, 2, 1, 3), (4, 4, 4, 4)], ids=str)
+def test_images_beside_dicts_of_what_is_seen_in_each_are_split_by_samples(counts: tuple[int, ...]) -> None:
+    images = [torch.rand(3, 4 + index, 5) for index in range(len(counts))]
+    targets, same = [seen(count) for count in counts], torch.rand(len(counts), 3, 4, 5)
+    captions = [f"caption {index}" for index in range(len(counts))]
+    batches: list[Any] = [(images, targets), (tuple(images), tuple(targets)), (same, targets), (images, captions)]
+    batches += [
+        {"images": images, "targets": targets},
+        {"images": same, "targets": targets},
+        (images, targets, captions),
+    ]
+    for batch in batches:
+        assert batch_samples(batch) == len(counts)
+        fields = list(batch.values() if isinstance(batch, dict) else batch)
+        for index, part in enumerate(split(batch, len(counts))):
+            found = list(part.batch.values() if isinstance(part.batch, dict) else part.batch)
+            assert len(found) == len(fields)
+            for field, rows in zip(fields, found, strict=True):
+                assert len(rows) == 1
+                assert rows[0] is field[index] or torch.equal(rows[0], field[index])
+
+
+def test_a_list_of_two_samples_of_two_parts_each_is_split_by_samples() -> None:
+    batch = [(torch.rand(3, 4, 5), seen(2)) for _ in range(2)]
+    assert [part.batch[0][0] is one[0] for part, one in zip(split(batch, 2), batch, strict=True)] == [True, True]
+
+
 def test_rows_that_are_numbered_anew_in_each_microbatch_are_told_of() -> None:
     with pytest.warns(UserWarning, match=r"in \['ids'\], whole numbers that count up, start again in each microbatch"):
         joined = merge([{"ids": torch.arange(4) + 8}, {"ids": torch.arange(3) + 8}], [4, 3])

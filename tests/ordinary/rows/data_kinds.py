@@ -188,6 +188,34 @@ def albums(run: Run) -> dict[str, Any]:
     return fitted(run, Albums(), data=loaders)
 
 
+class Detects(Ordinary):
+    """Images, and a dict of what is seen in each."""
+
+    def loss(self, batch: Any) -> Tensor:
+        images, targets = batch
+        assert len(images) == len(targets)
+        tokens, label = (torch.stack([one[name] for one in targets]) for name in ("tokens", "label"))
+        features = self.encoder(torch.stack(list(images)))
+        sizes = torch.stack([one["boxes"].prod(1).mean() for one in targets])
+        logits = self.decoder(tokens, features)
+        return nn.functional.cross_entropy(logits, label) + (sizes * logits.square().mean(1)).mean()
+
+
+@row("Data", "detection: `collate_fn=lambda batch: tuple(zip(*batch))` of images and dicts of boxes")
+def detects(run: Run) -> dict[str, Any]:
+    def collated(samples: list[Any]) -> tuple[Any, ...]:
+        seen = [
+            {"boxes": one["images"][:4].repeat(4 if place < 4 else 1 + place % 3, 1)}
+            for place, one in enumerate(samples)
+        ]
+        return tuple(
+            zip(*((one["images"], {**box, **one}) for one, box in zip(samples, seen, strict=True)), strict=True)
+        )
+
+    loaders = {"train_dataloaders": run.training(Samples(32), 8, collate_fn=collated), "val_dataloaders": None}
+    return fitted(run, Detects(), data=loaders)
+
+
 class Channels(Ordinary):
     """A list of images [C, H, W]."""
 
