@@ -41,7 +41,6 @@ _SAMPLE_WISE = (
     *("input_ids", "inputs_embeds", "decoder_input_ids", "labels", "attention_mask"),
     *("pixel_values", "input_features", "input_values"),
 )
-_CHANNELS = (3, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +108,7 @@ def batch_samples(batch: Any) -> int | None:
         of_name = {len(value) for path, value in arrays.items() if path[-1:] == (name,)}
         if len(of_name) == 1:
             return of_name.pop()
-    if not arrays:
-        sizes = {len(value) for _, value in leaves(batch) if is_plain_sequence(value)}
+    sizes = sizes or {len(value) for _, value in leaves(batch) if is_plain_sequence(value)}
     if len(sizes) > 1:
         outside = {len(value) for path, value in arrays.items() if not any(isinstance(step, int) for step in path)}
         for size in outside if len(outside) == 1 else ():
@@ -410,14 +408,21 @@ def leaves(node: Any, samples: int | None = None, path: Path = ()) -> Iterator[t
 
 def _is_sample_list(node: Any, samples: int | None, path: Path) -> bool:
     """Whether ``node`` lists samples (strings, tensors of any shapes, dicts of those) rather than fields."""
-    if samples is None or not is_plain_sequence(node) or len(node) != samples or _rows(node) == samples:
+    if samples is None or not is_plain_sequence(node) or len(node) != samples or _lists_fields(node, samples, path):
         return False
     inside = [(path, value) for path, value in leaves(node) if is_array(value)]
     fields = any(path[-1] == "input_ids" for path, _ in inside)
     # dicts below the batch may have as many tensors or rows as there are samples, images [C, H, W] as many channels
     likely = path and _lists_dicts(node)
-    likely = likely or (samples in _CHANNELS and all(is_array(one) and len(one.shape) == 3 for one in node))
+    likely = likely or (samples in (3, 4) and all(is_array(one) and len(one.shape) == 3 for one in node))
     return not fields and bool(not inside or likely or any(len(value) != samples for _, value in inside))
+
+
+def _lists_fields(node: Any, samples: int, path: Path) -> bool:
+    """Whether each part of a node has an element for each sample, and is a field by its kind or that of the node."""
+    texts = all(isinstance(part, tuple) and all(isinstance(one, str) for one in part) for part in node)  # collated
+    is_field = texts or (isinstance(node, tuple) and not path) or _rows(node) is not None
+    return is_field and all(_has_length(part) and len(part) == samples for part in node)
 
 
 def _rows(node: Any) -> int | None:

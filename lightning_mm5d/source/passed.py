@@ -249,12 +249,10 @@ def counting(module: nn.Module, own: frozenset[FunctionType] = frozenset()) -> C
 
 def leaves_loss(functions: frozenset[FunctionType]) -> bool:
     """Whether a step takes logits or states of what a model returns, and never its loss: the loss is the step's own."""
-    read: set[object] = set()
-    for node in _nodes(functions):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
-            read.add(node.attr)
-        elif isinstance(node, ast.Subscript) and not isinstance(node.value, ast.Attribute):  # not `x.shape[0]`
-            read.add(getattr(node.slice, "value", None))
+    nodes = _nodes(functions)
+    items = [node for node in nodes if isinstance(node, ast.Subscript) and not isinstance(node.value, ast.Attribute)]
+    read = {getattr(node.slice, "value", None) for node in items}  # not that of `x.shape[0]`
+    read |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self"}
     return bool(read & _OUTPUTS) and not read & {"loss", 0}
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.joining import merge
@@ -427,6 +428,23 @@ def test_images_beside_dicts_of_what_is_seen_in_each_are_split_by_samples(counts
             for field, rows in zip(fields, found, strict=True):
                 assert len(rows) == 1
                 assert rows[0] is field[index] or torch.equal(rows[0], field[index])
+
+
+@pytest.mark.parametrize("samples", [2, 4, 6])
+def test_texts_are_split_by_samples_where_there_are_by_chance_as_many_fields(samples: int) -> None:
+    pairs = [f"question {index}" for index in range(samples)], [f"answer {index}" for index in range(samples)]
+    choices = [{"x": torch.tensor(index), "choices": [f"{index}{one}" for one in "abcd"]} for index in range(samples)]
+    collated = default_collate(choices)
+    first, second = split(pairs, 2)
+    assert (first.batch[1], second.batch[1]) == (pairs[1][: samples // 2], pairs[1][samples // 2 :])
+    for batch in (
+        default_collate(list(zip(*pairs, strict=True))),
+        collated["choices"],
+        (collated["x"], collated["choices"]),
+    ):
+        for part in split(batch, 2):
+            texts = part.batch[1] if isinstance(batch, tuple) else part.batch
+            assert {len(one) for one in texts} == {samples // 2}
 
 
 def test_a_list_of_two_samples_of_two_parts_each_is_split_by_samples() -> None:
