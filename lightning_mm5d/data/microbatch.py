@@ -101,19 +101,19 @@ def batch_samples(batch: Any) -> int | None:
     """
     arrays = {path: value for path, value in leaves(batch) if is_array(value) or _is_ragged(value)}
     sizes = {len(value) for value in arrays.values()}
-    has_dicts = any(_lists_dicts(part) for _, part in children_of(batch) or ())
-    if (has_dicts or len(sizes) > 1 or len({path[:1] for path in arrays}) < 2) and (size := _rows(batch)) is not None:
-        return size
+    parts = [part for _, part in children_of(batch) or () if _has_length(part)]
+    if len(sizes) > 1 or any(map(_lists_samples, parts)):
+        outside = {len(value) for path, value in arrays.items() if not any(isinstance(step, int) for step in path)}
+        outside = outside or {*map(len, parts)}
+        for size in outside if len(outside) == 1 else ():
+            if all(len(value) == size for _, value in leaves(batch, size) if _has_length(value)):
+                return size
     for name in _SAMPLE_WISE:
         of_name = {len(value) for path, value in arrays.items() if path[-1:] == (name,)}
         if len(of_name) == 1:
             return of_name.pop()
     sizes = sizes or {len(value) for _, value in leaves(batch) if is_plain_sequence(value)}
     if len(sizes) > 1:
-        outside = {len(value) for path, value in arrays.items() if not any(isinstance(step, int) for step in path)}
-        for size in outside if len(outside) == 1 else ():
-            if all(len(value) == size for _, value in leaves(batch, size) if is_array(value) or _is_ragged(value)):
-                return size
         counts = {len(way) for way in counted_ways(arrays).values() if sizes <= {len(way), sum(way)}}
         return counts.pop() if len(counts) == 1 else None
     return sizes.pop() if len(sizes) == 1 else None
@@ -402,8 +402,11 @@ def leaves(node: Any, samples: int | None = None, path: Path = ()) -> Iterator[t
     ):
         yield path, node
         return
-    for step, child in children:
-        yield from leaves(child, samples, (*path, step))
+    lists = [child for _, child in children if is_plain_sequence(child) and len(child) == samples]
+    are_samples = any(_is_ragged([*one]) or (_lists_samples(one) and not isinstance(one[0], str)) for one in lists)
+    for step, child in children:  # where one of them lists samples, all do
+        is_one = are_samples and any(child is one for one in lists)
+        yield from [((*path, step), child)] if is_one else leaves(child, samples, (*path, step))
 
 
 def _is_sample_list(node: Any, samples: int | None, path: Path) -> bool:
@@ -411,34 +414,37 @@ def _is_sample_list(node: Any, samples: int | None, path: Path) -> bool:
     if samples is None or not is_plain_sequence(node) or len(node) != samples or _lists_fields(node, samples, path):
         return False
     inside = [(path, value) for path, value in leaves(node) if is_array(value)]
-    fields = any(path[-1] == "input_ids" for path, _ in inside)
-    # dicts below the batch may have as many tensors or rows as there are samples, images [C, H, W] as many channels
-    likely = path and _lists_dicts(node)
-    likely = likely or (samples in (3, 4) and all(is_array(one) and len(one.shape) == 3 for one in node))
-    return not fields and bool(not inside or likely or any(len(value) != samples for _, value in inside))
+    # images [C, H, W] may have as many channels as there are samples
+    images = samples in (3, 4) and all(is_array(one) and one.ndim == 3 for one in node)
+    unlike = not inside or any(len(value) != samples for _, value in inside)
+    return (images or unlike) and not any(path[-1] == "input_ids" for path, _ in inside)
 
 
 def _lists_fields(node: Any, samples: int, path: Path) -> bool:
     """Whether each part of a node has an element for each sample, and is a field by its kind or that of the node."""
-    texts = all(isinstance(part, tuple) and all(isinstance(one, str) for one in part) for part in node)  # collated
-    is_field = texts or (isinstance(node, tuple) and not path) or _rows(node) is not None
-    return is_field and all(_has_length(part) and len(part) == samples for part in node)
+    are_long = all(_has_length(part) and len(part) == samples for part in node)
+    kinds = [{_kind(one) for one in part} if is_plain_sequence(part) else {"rows"} for part in node]
+    is_table = {*map(len, kinds)} == {1} and any(kind != kinds[0] for kind in kinds)
+    return are_long and (is_table or all(map(_is_texts, node)) or (isinstance(node, tuple) and not path))
 
 
-def _rows(node: Any) -> int | None:
-    """The length of all parts of a node, which are of unlike kinds: tensors, or lists of elements of one kind each."""
-    parts = [part for _, part in children_of(node) or ()]
-    kinds = [{_kind(one) for one in part} if is_plain_sequence(part) else {"rows"} for part in parts]
-    is_table = all(map(_has_length, parts)) and len({*map(len, parts)}) == 1 and {*map(len, kinds)} == {1}
-    return len(parts[0]) if is_table and any(kind != kinds[0] for kind in kinds) else None
+def _lists_samples(value: Any) -> bool:
+    """Whether a list holds what `default_collate` makes no field of: dicts, tuples (not of texts), rowless values."""
+    return is_plain_sequence(value) and bool(value) and not any(map(_is_collated, value))
 
 
-def _lists_dicts(value: Any) -> bool:
-    return is_plain_sequence(value) and bool(value) and all(isinstance(one, Mapping) for one in value)
+def _is_collated(value: Any) -> bool:
+    may_be = isinstance(value, list) or is_array(value)
+    return _is_texts(value) or (may_be and any(is_array(one) for _, one in leaves(value)))
+
+
+def _is_texts(value: Any) -> bool:
+    """Whether a value is what `default_collate` makes of texts."""
+    return isinstance(value, tuple) and all(isinstance(one, str) for one in value)
 
 
 def _kind(element: Any) -> object:
-    return (element.dtype, element.ndim) if is_array(element) else isinstance(element, Mapping) or type(element)
+    return (element.dtype, element.ndim) if is_array(element) else type(element)
 
 
 def _is_ragged(node: Any) -> bool:
@@ -448,12 +454,8 @@ def _is_ragged(node: Any) -> bool:
     """
     if not isinstance(node, list) or not all(is_array(one) for one in node):
         return False
-    kinds = {(one.dtype, len(one.shape)) for one in node}
-    return len(kinds) == 1 and len({len(one) for one in node}) > 1 and (node[0].ndim > 1 or _is_float(node[0]))
-
-
-def _is_float(value: Any) -> bool:
-    return str(value.dtype).removeprefix("torch.").startswith(("float", "bfloat"))
+    is_ragged = len({*map(_kind, node)}) == 1 and len({*map(len, node)}) > 1
+    return is_ragged and (node[0].ndim > 1 or "float" in str(node[0].dtype))
 
 
 def is_array(value: Any) -> bool:

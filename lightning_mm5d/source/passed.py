@@ -260,12 +260,11 @@ def hands_on(functions: frozenset[FunctionType]) -> bool:
     """Whether a step computes a cross entropy, or gives labels to what is neither its own nor torch's: token means."""
     left_out = {"len", "get", "pop", *(function.__name__ for function in functions)}
     calls = [(ast.unparse(node.func).split("."), node) for node in _nodes(functions) if isinstance(node, ast.Call)]
-    if any(_LOSSES & (names(function) or frozenset()) for function in functions):
-        return True
+    has_loss = any(_LOSSES & (names(function) or frozenset()) for function in functions)
     others = [call for path, call in calls if path[0] != "torch" and path[-1] not in left_out]
     given = [_unmoved(one) for call in others for one in call.args]
     given += [_unmoved(one.value) for call in others if _OUTPUTS & _words(call) for one in call.keywords]
-    return any(isinstance(one, (ast.Name, ast.Subscript)) and _is_of_labels(one) for one in given)
+    return has_loss or any(isinstance(one, (ast.Name, ast.Subscript)) and _is_of_labels(one) for one in given)
 
 
 def _unmoved(node: ast.expr) -> ast.expr:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.joining import merge
@@ -402,54 +401,6 @@ def test_a_list_with_an_element_for_each_row_of_the_tensors_beside_it_holds_samp
 def test_lists_whose_samples_would_be_guessed_are_refused(batch: Any) -> None:
     with pytest.raises(ConfigError, match=r"agree on dim 0|neither that many rows"):
         split(batch, 2)
-
-
-def seen(count: int) -> dict[str, torch.Tensor]:
-    return {"boxes": torch.rand(count, 4), "labels": torch.arange(count)}
-
-
-@pytest.mark.parametrize("counts", [(2, 2), (1, 1), (3, 3), (2, 1), (4, 2, 1, 3), (4, 4, 4, 4)], ids=str)
-def test_images_beside_dicts_of_what_is_seen_in_each_are_split_by_samples(counts: tuple[int, ...]) -> None:
-    images = [torch.rand(3, 4 + index, 5) for index in range(len(counts))]
-    targets, same = [seen(count) for count in counts], torch.rand(len(counts), 3, 4, 5)
-    captions = [f"caption {index}" for index in range(len(counts))]
-    batches: list[Any] = [(images, targets), (tuple(images), tuple(targets)), (same, targets), (images, captions)]
-    batches += [
-        {"images": images, "targets": targets},
-        {"images": same, "targets": targets},
-        (images, targets, captions),
-    ]
-    for batch in batches:
-        assert batch_samples(batch) == len(counts)
-        fields = list(batch.values() if isinstance(batch, dict) else batch)
-        for index, part in enumerate(split(batch, len(counts))):
-            found = list(part.batch.values() if isinstance(part.batch, dict) else part.batch)
-            assert len(found) == len(fields)
-            for field, rows in zip(fields, found, strict=True):
-                assert len(rows) == 1
-                assert rows[0] is field[index] or torch.equal(rows[0], field[index])
-
-
-@pytest.mark.parametrize("samples", [2, 4, 6])
-def test_texts_are_split_by_samples_where_there_are_by_chance_as_many_fields(samples: int) -> None:
-    pairs = [f"question {index}" for index in range(samples)], [f"answer {index}" for index in range(samples)]
-    choices = [{"x": torch.tensor(index), "choices": [f"{index}{one}" for one in "abcd"]} for index in range(samples)]
-    collated = default_collate(choices)
-    first, second = split(pairs, 2)
-    assert (first.batch[1], second.batch[1]) == (pairs[1][: samples // 2], pairs[1][samples // 2 :])
-    for batch in (
-        default_collate(list(zip(*pairs, strict=True))),
-        collated["choices"],
-        (collated["x"], collated["choices"]),
-    ):
-        for part in split(batch, 2):
-            texts = part.batch[1] if isinstance(batch, tuple) else part.batch
-            assert {len(one) for one in texts} == {samples // 2}
-
-
-def test_a_list_of_two_samples_of_two_parts_each_is_split_by_samples() -> None:
-    batch = [(torch.rand(3, 4, 5), seen(2)) for _ in range(2)]
-    assert [part.batch[0][0] is one[0] for part, one in zip(split(batch, 2), batch, strict=True)] == [True, True]
 
 
 def test_rows_that_are_numbered_anew_in_each_microbatch_are_told_of() -> None:

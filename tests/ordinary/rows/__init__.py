@@ -6,6 +6,7 @@ from ordinary.rows import (  # noqa: F401
     combinations,
     copied_parts,
     data_kinds,
+    data_lists,
     data_modules,
     differentiation,
     evaluation,
