@@ -13,7 +13,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.joining import merge
 from lightning_mm5d.data.microbatch import batch_samples, split
 from lightning_mm5d.data.packed_images import PackedTokens, describe
-from packed_batches import AUDIO, IMAGE, TOKENS, VIDEO, ids
+from packed_batches import AUDIO, IMAGE, TOKENS, VIDEO, ids, numbered, owned
 
 
 class Pair(NamedTuple):
@@ -26,17 +26,6 @@ class Record:
     x: Tensor
     name: list[str]
     scale: float
-
-
-def numbered(rows: int, *shape: int) -> Tensor:
-    """A tensor [rows, *shape] in which every row is filled with its own number."""
-    return torch.arange(float(rows)).view(-1, *[1] * len(shape)).expand(rows, *shape).contiguous()
-
-
-def owned(batch: Any, parts: int, key: str = "pixel_values", tokens: PackedTokens = TOKENS) -> list[list[float]]:
-    """The numbers of the rows of `key` that each microbatch gets."""
-    values = [microbatch.batch[key] for microbatch in split(batch, parts, image_tokens=tokens)]
-    return [[] if value is None else value.flatten(1)[:, 0].tolist() for value in values]
 
 
 class TestContainers:

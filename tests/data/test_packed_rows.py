@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from data.test_microbatch import IMAGE, TOKENS, VIDEO, ids, numbered, owned
 from lightning_mm5d.data.microbatch import split
+from packed_batches import IMAGE, TOKENS, VIDEO, ids, numbered, owned
 
 
 def test_rows_of_merged_patches_follow_the_grids() -> None:
