@@ -415,7 +415,7 @@ def _is_sample_list(node: Any, samples: int | None, path: Path) -> bool:
         return False
     inside = [(path, value) for path, value in leaves(node) if is_array(value)]
     # images [C, H, W] may have as many channels as there are samples
-    images = samples in (3, 4) and all(is_array(one) and one.ndim == 3 for one in node)
+    images = samples in (3, 4) and all(is_array(one) and len(one.shape) == 3 for one in node)
     unlike = not inside or any(len(value) != samples for _, value in inside)
     return (images or unlike) and not any(path[-1] == "input_ids" for path, _ in inside)
 
@@ -444,7 +444,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _kind(element: Any) -> object:
-    return (element.dtype, element.ndim) if is_array(element) else type(element)
+    return (element.dtype, len(element.shape)) if is_array(element) else type(element)
 
 
 def _is_ragged(node: Any) -> bool:

@@ -307,7 +307,7 @@ def _assign(count: list[int], sizes: list[int]) -> list[int] | None:
 def _shared(way: list[int], rows: int) -> list[int] | None:
     """``rows`` in proportion to ``way``, as each four patches are merged into one; None unless exact."""
     total = sum(way)
-    return None if any(own * rows % total for own in way) else [own * rows // total for own in way]
+    return None if not total or any(own * rows % total for own in way) else [own * rows // total for own in way]
 
 
 def _sum_by(owned: list[int], sizes: list[int]) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.microbatch import split
 from packed_batches import IMAGE, TOKENS, VIDEO, ids, numbered, owned
 
@@ -65,3 +66,13 @@ def test_tiles_of_nothing_but_padding_stay() -> None:
     """Mllama: [B, images, tiles, C, H, W]; its cross attentions change samples without an image, too."""
     batch = {"input_ids": ids([], [IMAGE]), "pixel_values": numbered(2, 1, 2, 3, 4, 4)}
     assert owned(batch, 2) == [[0], [1]]
+
+
+def test_rows_beside_grids_without_any_patch_are_refused() -> None:
+    batch = {
+        "input_ids": ids([VIDEO], []),
+        "pixel_values_videos": numbered(3, 6),
+        "video_grid_thw": torch.zeros(1, 3, dtype=torch.long),
+    }
+    with pytest.raises(ConfigError, match="pixel_values_videos"):
+        split(batch, 2, image_tokens=TOKENS)
