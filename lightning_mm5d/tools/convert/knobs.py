@@ -301,9 +301,15 @@ def convert_kernels(draft: Draft) -> None:
     """Say the switches in ours; call it when the modality has its other fields."""
     if draft.get("enable_flash_attention", False):
         choose_kernel(draft, "enable_flash_attention", "sdpa")
-    if draft.get("enable_fused_normalization", False):
-        choose_kernel(draft, "enable_fused_normalization", "rms_norm")
-    name = "enable_jit_fused"
+    norms, name = "enable_fused_normalization", "enable_jit_fused"
+    if draft.get(norms, False):
+        # who asks for all of them does not say that the model has such norms, without which `rms_norm` is refused
+        if draft.given.get(_ALL):
+            draft.leave(
+                norms, "costs", "Compiled layers fuse norms; `kernels: rms_norm` is for norms like Llama's alone"
+            )
+        else:
+            choose_kernel(draft, norms, "rms_norm")
     if draft.get(name, False) and draft.accepts(
         name, lambda one: check_features({"modalities": {"": one}}), compile=True
     ):
