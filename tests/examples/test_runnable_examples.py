@@ -116,3 +116,9 @@ def test_bert_learns_on_two_ranks_to_tell_praise_from_blame() -> None:
     output = run("examples/bert/train.py", "fit", "--config", "examples/bert/config.yaml", fork)
     assert "ranks 2:" in output
     assert float(output.split("F1 ")[1].split()[0]) >= 0.9  # 0.5 by chance
+
+
+def test_a_talker_on_a_rank_of_its_own_says_digits() -> None:
+    output = run("examples/talker/train.py")
+    assert "ranks 2:" in output
+    assert float(output.split("ranks 2: ")[1].split("%")[0]) > 90  # 10 by chance
