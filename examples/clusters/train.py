@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mm5d import Modality, MultimodalStrategy
 
@@ -20,8 +23,23 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))
 from module import Captioner, bars
 
 
+def loader(prepared: Path | None) -> DataLoader[tuple[Tensor, ...]]:
+    """The samples that files of a folder hold, or those that are drawn here."""
+    if prepared is None:
+        return bars(samples=128, batch_size=16)
+    parts = [torch.load(path, weights_only=True) for path in sorted(prepared.glob("*.pt"))]
+    return DataLoader(TensorDataset(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))), batch_size=16)
+
+
 def train(
-    folder: Path, *, devices: int, nodes: int, language_stages: int, epochs: int, plugins: Any = None
+    folder: Path,
+    *,
+    devices: int,
+    nodes: int,
+    language_stages: int,
+    epochs: int,
+    prepared: Path | None = None,
+    plugins: Any = None,
 ) -> L.Trainer:
     """Train for `epochs` epochs and keep checkpoints in `folder`, which all nodes share."""
     L.seed_everything(1, verbose=False)
@@ -36,7 +54,7 @@ def train(
         enable_progress_bar=False,
         plugins=plugins,
     )
-    trainer.fit(Captioner(), bars(samples=128, batch_size=16), ckpt_path="last")
+    trainer.fit(Captioner(), loader(prepared), ckpt_path="last")
     if trainer.is_global_zero:
         loss = float(trainer.callback_metrics["loss"])
         print(f"ranks {trainer.world_size}: loss {loss:.6f} after {trainer.global_step} steps")
