@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
+from ctranslate2 import Generator
+from ctranslate2.converters import TransformersConverter
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
@@ -79,6 +82,15 @@ def test_a_checkpoint_comes_out_with_its_tokenizer(checkpoint: Path, tmp_path: P
     assert torch.equal(outputs(loaded.eval(), "llama_tied"), outputs(module.student, "llama_tied"))
     assert PreTrainedTokenizerFast.from_pretrained(done.path)("b a")["input_ids"] == [1, 0]
     assert [each.name for each in (tmp_path / "new").iterdir()] == ["folder"]
+
+
+def test_an_engine_of_inference_loads_the_folder(tmp_path: Path) -> None:
+    module, tokens = Tuned(), [3, 1, 2, 5]
+    module.tokenizer.add_special_tokens({"bos_token": "a", "eos_token": "b"})
+    done = export(saved(module, tmp_path / "one.ckpt"), tmp_path / "folder")
+    TransformersConverter(str(done.path)).convert(str(tmp_path / "engine"))
+    served = torch.tensor(np.array(Generator(str(tmp_path / "engine")).forward_batch([tokens])))
+    torch.testing.assert_close(served, module.student(torch.tensor([tokens])).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_the_command_prints_what_it_wrote(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
