@@ -128,6 +128,12 @@ CHECKS = (
         limit_s=240,
     ),
     Check(
+        name="speed.llama",
+        title="One process, a Llama of 1B, beside plain Lightning and FSDP2",
+        function="llama_1b:run",
+        limit_s=400,
+    ),
+    Check(
         name="compile.layers",
         title="Compiled layers",
         function="compiled_layers:compiled",
@@ -138,6 +144,18 @@ CHECKS = (
         title="A head that is fused with its loss",
         function="compiled_layers:fused_head",
         limit_s=90,
+    ),
+    Check(
+        name="offload.bandwidth",
+        title="Copies between host and GPU",
+        function="offloaded:bandwidth",
+        limit_s=60,
+    ),
+    Check(
+        name="offload.steps",
+        title="Offloaded activations and states: time, memory and overlap of copies",
+        function="offloaded:steps",
+        limit_s=150,
     ),
     Check(
         name="kernels.128",

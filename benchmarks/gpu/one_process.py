@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
@@ -136,44 +137,73 @@ def run(machine: Machine) -> Iterator[Row]:
         raise LackingError(f"needs a GPU with {NEEDED_BYTES // 2**30} GiB")
     data = [batch(machine)] * (WARMUP + machine.pick(16, 2))
     tokens = data[0]["input_ids"].numel()
-    flop = _flop(machine, data[0])
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    losses: dict[bool, list[float]] = {}
-    peaks: dict[bool, int] = {}
-    for with_strategy in (False, True, True, False):
-        times = Times(machine)
-        free(machine)
-        losses[with_strategy] = fit(
-            Qwen(machine),
-            data,
-            MultimodalStrategy(launch={"timeout": TIMEOUT}) if with_strategy else "auto",
-            machine.own,
-            times,
-            precision="bf16-true",
-        )
-        seconds[with_strategy] += times.seconds()
-        peaks[with_strategy] = machine.peak_bytes()
-    on, off = (statistics.median(seconds[side]) for side in (True, False))
-    peak = _peak(machine)
-    for side, step in (("strategy", on), ("plain Lightning", off)):
-        yield Row(
-            name=f"{side}: tokens", value=tokens / step, unit="/s", note=f"{step * 1e3:.1f} ms a step of {tokens}"
-        )
+    flop = flop_of(machine, lambda: Qwen(machine), data[0])
+    found = in_turns(
+        machine,
+        data,
+        {
+            "strategy": lambda: (Qwen(machine), MultimodalStrategy(launch={"timeout": TIMEOUT})),
+            "plain Lightning": lambda: (Qwen(machine), "auto"),
+        },
+    )
+    ours, plain = found.values()
+    peak = peak_of(machine)
+    for name, side in found.items():
+        step = side.seconds
+        note = f"{step * 1e3:.1f} ms a step of {tokens}"
+        yield Row(name=f"{name}: tokens", value=tokens / step, unit="/s", note=note)
         if peak:
-            yield Row(name=f"{side}: MFU", value=flop / step / peak, note=f"of {peak / 1e12:.0f} TFLOP/s")
-    yield Row(name="tokens per second, strategy / plain Lightning", value=off / on, at_least=0.99)
-    note = f"{peaks[True] / 2**30:.2f} / {peaks[False] / 2**30:.2f} GiB"
-    yield Row(name="peak memory, strategy / plain Lightning", value=peaks[True] / peaks[False], at_most=1.02, note=note)
-    one, other = losses[True][-1], losses[False][-1]
+            yield Row(name=f"{name}: MFU", value=flop / step / peak, note=f"of {peak / 1e12:.0f} TFLOP/s")
+    yield Row(name="tokens per second, strategy / plain Lightning", value=plain.seconds / ours.seconds, at_least=0.99)
+    note = f"{ours.peak_bytes / 2**30:.2f} / {plain.peak_bytes / 2**30:.2f} GiB"
+    ratio = ours.peak_bytes / plain.peak_bytes
+    yield Row(name="peak memory, strategy / plain Lightning", value=ratio, at_most=1.02, note=note)
+    one, other = ours.losses[-1], plain.losses[-1]
     yield Row(name="last loss: relative difference", value=abs(one - other) / abs(other), at_most=0.01)
 
 
-def _flop(machine: Machine, first: dict[str, Tensor]) -> float:
+class Side(NamedTuple):
+    """What a way of training took.
+
+    Attributes:
+        seconds: median of a step.
+        losses: of the last run.
+        peak_bytes: on the GPU, of the last run.
+    """
+
+    seconds: float
+    losses: list[float]
+    peak_bytes: int
+
+
+def in_turns(
+    machine: Machine, data: list[Any], sides: Mapping[str, Callable[[], tuple[L.LightningModule, Any]]]
+) -> dict[str, Side]:
+    """Train each side twice in bf16, in turns of which the second goes backwards.
+
+    Args:
+        machine: to train on.
+        data: a batch for each step.
+        sides: by name what makes a module and its strategy.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    found = {}
+    for name in (*sides, *reversed(sides)):
+        times = Times(machine)
+        free(machine)
+        module, strategy = sides[name]()
+        losses = fit(module, data, strategy, machine.own, times, precision="bf16-true")
+        seconds[name] += times.seconds()
+        found[name] = Side(statistics.median(seconds[name]), losses, machine.peak_bytes())
+        del module, strategy
+    return {name: found[name] for name in sides}
+
+
+def flop_of(machine: Machine, build: Callable[[], L.LightningModule], first: Any) -> float:
     """Return the FLOP of a forward and backward of one batch."""
-    module = Qwen(machine)
-    on_device = {key: value.to(machine.device) for key, value in first.items()}
+    on_device = apply_to_collection(first, Tensor, lambda tensor: tensor.to(machine.device))
     with FlopCounterMode(display=False) as counter:
-        module.training_step(on_device, 0).backward()
+        build().training_step(on_device, 0).backward()
     return float(counter.get_total_flops())
 
 
@@ -185,7 +215,7 @@ def free(machine: Machine) -> None:
     machine.reset_peak()
 
 
-def _peak(machine: Machine) -> float | None:
+def peak_of(machine: Machine) -> float | None:
     """Return the FLOP/s that the first GPU can reach; None where its name is not known."""
     if machine.is_dry:
         return 1e12

@@ -17,7 +17,7 @@ from ranks import run_ranks
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu import checks, nccl_groups, report, shared_gpu, shared_nccl, supervisor  # noqa: E402
+from benchmarks.gpu import checks, nccl_groups, offloaded, report, shared_gpu, shared_nccl, supervisor  # noqa: E402
 from benchmarks.gpu.checks import CHECKS, Check  # noqa: E402
 from benchmarks.gpu.machine import Machine  # noqa: E402
 from benchmarks.gpu.rows import Row  # noqa: E402
@@ -71,6 +71,12 @@ def test_checks_run_dry(each: Check, tmp_path: Path) -> None:
     rows = [Row(**json.loads(line)) for line in path.read_text().splitlines()]
     assert rows
     assert [row for row in rows if row.status == "failed"] == []
+
+
+def test_time_that_two_streams_share_counts_once() -> None:
+    copies, kernels = [(0.0, 4.0), (2.0, 6.0), (8.0, 10.0)], [(1.0, 3.0), (2.0, 3.0), (5.0, 9.0)]
+    assert offloaded.shared_time(copies, kernels) == (2 + 1 + 1) / 8
+    assert offloaded.shared_time(copies, []) == 0
 
 
 def test_ranks_that_share_a_gpu_never_use_the_backend_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
