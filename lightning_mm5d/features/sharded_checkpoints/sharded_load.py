@@ -23,6 +23,7 @@ from lightning_mm5d.checkpoint.module_state import Loaded, check_shape, load_loc
 from lightning_mm5d.checkpoint.optimizer_state import StoredStates
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory, Reader, StoredTensors
+from lightning_mm5d.features.sharded_checkpoints.json_state import decode_state
 from lightning_mm5d.features.sharded_checkpoints.sharded_save import (
     OBJECTS_FILE,
     OPTIMIZERS,
@@ -35,7 +36,6 @@ from lightning_mm5d.plan.holdings import Holdings
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.storage.files import Region, StateDictSource, TensorSource, corrupt
-from lightning_mm5d.storage.json_state import decode_state
 
 
 class SavedWeights(MutableMapping[str, Any]):

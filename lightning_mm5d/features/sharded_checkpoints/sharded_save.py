@@ -28,10 +28,10 @@ from torch.optim import Optimizer
 from lightning_mm5d.checkpoint.rank_reports import RankReports
 from lightning_mm5d.config.errors import ConfigError, repeated
 from lightning_mm5d.features.sharded_checkpoints.directory import DirectoryWriter, sharding_metadata
+from lightning_mm5d.features.sharded_checkpoints.json_state import EncodedState, encode_state
 from lightning_mm5d.features.sharded_checkpoints.own_shards import Item, OwnShards, PieceCopies
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.storage.files import WrittenFile
-from lightning_mm5d.storage.json_state import EncodedState, encode_state
 from lightning_mm5d.storage.replacement import new_save_id
 from lightning_mm5d.storage.tensor_file import storable
 

@@ -19,7 +19,7 @@ import torch
 
 from lightning_mm5d.config.errors import CheckpointCorruptError
 from lightning_mm5d.features.sharded_checkpoints.directory import MANIFEST, CheckpointDirectory, DirectoryWriter
-from lightning_mm5d.storage.json_state import decode_state, encode_state
+from lightning_mm5d.features.sharded_checkpoints.json_state import decode_state, encode_state
 from lightning_mm5d.storage.replacement import new_save_id
 
 Loaded = tuple[dict[str, torch.Tensor], Any]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_mm5d.config.errors import CheckpointCorruptError, CheckpointUntrustedError
-from lightning_mm5d.storage.json_state import decode_state, encode_state
+from lightning_mm5d.features.sharded_checkpoints.json_state import decode_state, encode_state
 
 
 class Color(Enum):
