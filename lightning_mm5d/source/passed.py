@@ -267,6 +267,26 @@ def hands_on(functions: frozenset[FunctionType]) -> bool:
     return has_loss or any(isinstance(one, (ast.Name, ast.Subscript)) and _is_of_labels(one) for one in given)
 
 
+def averages_samples(module: nn.Module, functions: frozenset[FunctionType]) -> bool:
+    """Whether a step takes the cross entropies of tokens one by one, and nothing that tells of a mean over all of them.
+
+    That is a sum over everything, by whose result a mean over tokens is divided, and a mask that takes tokens out.
+    """
+    nodes = _nodes(functions)
+    calls = [(ast.unparse(node.func).split("."), node) for node in nodes if isinstance(node, ast.Call)]
+    said = [one.reduction for one in module.modules() if isinstance(one, nn.CrossEntropyLoss)]
+    for path, call in calls:
+        if path[-1] in _LOSSES:
+            given = [ast.unparse(one.value) for one in call.keywords if one.arg == "reduction"]
+            said.append("none" if given == ["'none'"] else "mean")
+        if path[-1] == "masked_select" or (
+            path[-1] == "sum" and len(call.args) + len(call.keywords) == (path[0] == "torch")
+        ):
+            return False
+    taken = [node.slice for node in nodes if isinstance(node, ast.Subscript)]
+    return set(said) == {"none"} and not any(isinstance(one, (ast.Name, ast.Compare, ast.UnaryOp)) for one in taken)
+
+
 def _unmoved(node: ast.expr) -> ast.expr:
     """What an expression moves or casts: ``labels[:, 1:]`` of ``labels[:, 1:].flatten()``."""
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in KEEP_VALUES:

@@ -33,7 +33,16 @@ from lightning_mm5d.data.microbatch import (
 from lightning_mm5d.data.packed_images import describe
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
-from lightning_mm5d.source.passed import TARGET, Counting, Path, counting, hands_on, leaves_loss, passed
+from lightning_mm5d.source.passed import (
+    TARGET,
+    Counting,
+    Path,
+    averages_samples,
+    counting,
+    hands_on,
+    leaves_loss,
+    passed,
+)
 from lightning_mm5d.source.trees import reached, tree_of
 
 Splitting = Literal["split", "loader"] | Callable[[Any, int], Any]
@@ -257,7 +266,8 @@ class BatchParts:
         is_own = self.is_auto and leaves_loss(self._steps())
         if found is not None and (is_own or not self._passed):
             targets = passed(self._module, "training_step", TARGET)
-            if is_own and not targets and not hands_on(self._steps()):
+            is_token_mean = targets or hands_on(self._steps())
+            if is_own and (not is_token_mean or averages_samples(self._module, self._steps())):
                 return None
             self._passed = targets or self._passed
         if found is not None or self.is_auto:

@@ -219,9 +219,46 @@ class Read(Judged):
         return found["loss"]
 
 
+class OneByOne(Judged):
+    """A mean over samples of the means of their tokens."""
+
+    def each(self, batch: Any) -> tuple[Tensor, Tensor]:
+        labels = batch["labels"][:, 1:]
+        logits = self.model(input_ids=batch["input_ids"]).logits
+        return F.cross_entropy(logits[:, :-1].transpose(1, 2), labels, reduction="none"), labels
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses, labels = self.each(batch)
+        counts = (labels != -100).to(losses)
+        return ((losses * counts).sum(1) / counts.sum(1)).mean()
+
+
+class OverElements(OneByOne):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses, _ = self.each(batch)
+        return losses.mean()
+
+
+class DividedOnce(OneByOne):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses, labels = self.each(batch)
+        counts = (labels != -100).to(losses)
+        return (losses * counts).sum() / counts.sum()
+
+
+class Masked(OneByOne):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses, labels = self.each(batch)
+        return losses[labels != -100].mean()
+
+
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
+        (OneByOne, (2, 2)),
+        (OverElements, (2, 2)),
+        (DividedOnce, SHIFTED),
+        (Masked, SHIFTED),
         (Scored, (2, 2)),
         (Preferred, (2, 2)),
         (Classified, (2, 2)),
