@@ -28,17 +28,29 @@ class BatchNumber(int):
 
 
 class Sizes(tuple[int, ...]):
-    """The numbers of samples of microbatches, and where in the batch these samples stand if not one after the other."""
+    """The numbers of samples of microbatches, and where in the batch these samples stand if not one after the other.
+
+    Attributes:
+        order: the place of each sample in the batch; None where they stand one after the other.
+        weights: of the microbatches in a mean, as losses and logs have them; their samples where it is empty.
+    """
 
     order: list[int] | None = None
+    weights: Sequence[float] = ()
 
     @classmethod
-    def of(cls, parts: Sequence[Microbatch]) -> Sizes:
+    def of(cls, parts: Sequence[Microbatch], weights: Sequence[float] = ()) -> Sizes:
         """Return those of all microbatches of a batch."""
         sizes = cls(part.samples for part in parts)
+        sizes.weights = weights
         if any(part.places is not None for part in parts):
             sizes.order = [place for part in parts for place in part.places or ()]
         return sizes
+
+    def weighing(self) -> dict[int, float]:
+        """Return the weight in a mean of each microbatch that has one: a mean over no tokens is NaN, and left out."""
+        weights = self.weights if sum(self.weights) else self
+        return {index: weight for index, weight in enumerate(weights) if weight}
 
     def restored(self, rows: list[Any]) -> list[Any]:
         """Return a list with an element for each sample of the microbatches in the order of the batch."""
@@ -53,7 +65,7 @@ def merge(
     """Joins what M microbatches returned into what the batch would have returned.
 
     Tensors and NumPy arrays with one row per sample, and lists with one element per sample, are concatenated; floats
-    and 0-dim tensors of them become their mean, weighted by samples; integers and 0-dim tensors of them are
+    and 0-dim tensors of them become their mean, weighted as the loss is; integers and 0-dim tensors of them are
     counts, and become their sum, but for a `BatchNumber`; containers are joined field by field; other equal values
     stay one value. What cannot be joined (rows of different shapes, fields that not all have, unequal bools) becomes
     the list of the M outputs. A tuple is a container unless it holds strings only.
@@ -64,7 +76,7 @@ def merge(
 
     Args:
         outputs: M outputs of a step.
-        samples: M numbers of samples; `Sizes` put the samples back into the order of the batch.
+        samples: M numbers of samples; `Sizes` put the samples back into the order of the batch, and weigh means.
         where: path of the outputs in what the step gave, for warnings.
         tells: whether to warn of tensors that become a list because they have no rows of samples.
         reads: whether to look at rows of whole numbers, for a warning, also on a device, for which the host waits.
@@ -80,7 +92,8 @@ def merge(
     if all(isinstance(output, int) for output in outputs) and not any(isinstance(output, bool) for output in outputs):
         return _merge_integers(outputs, samples, where)
     if all(isinstance(output, float) for output in outputs):
-        return sum(o * s for o, s in zip(outputs, samples, strict=True)) / sum(samples)
+        weights = samples.weighing()
+        return sum(outputs[index] * weight for index, weight in weights.items()) / sum(weights.values())
     if all(isinstance(output, np.ndarray) for output in outputs) and _are_rows(outputs, samples):
         rows = np.concatenate(outputs)
         return rows if samples.order is None else rows[np.argsort(samples.order)]
@@ -119,8 +132,10 @@ def _merge_tensors(outputs: list[torch.Tensor], samples: Sizes, where: str, tell
         return torch.stack(outputs).sum()
     if all(output.ndim == 0 and output.is_floating_point() for output in outputs):
         wide = torch.promote_types(first.dtype, torch.float32)
+        weights, numbers = samples.weighing(), torch.stack(outputs).to(wide)
+        shares = [weight / sum(weights.values()) for weight in weights.values()]
         # numbers of Python: a copy of them would wait for the device
-        weighed = torch._foreach_mul([*torch.stack(outputs).to(wide)], [one / sum(samples) for one in samples])
+        weighed = torch._foreach_mul([numbers[index] for index in weights], shares)
         return torch.stack(weighed).sum().to(first.dtype)
     if dims := [dim for dim in (0, 1) if _have_samples(outputs, samples, dim)]:
         if dims == [1] and all(torch.equal(output, first) for output in outputs):

@@ -486,7 +486,7 @@ class Steps:
         assert self._own is not None
         if step.fails:
             return StepResult(fails=True)
-        samples = Sizes.of(step.microbatches[self._own])
+        samples = Sizes.of(step.microbatches[self._own], step.weights.own)
         results = [step.results[index] for index in sorted(step.results)]
         outputs: Any = results  # of parts with unknown numbers of samples
         if all(result is None for result in results):

@@ -356,6 +356,21 @@ class Tagger(Toy):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(self(batch).flatten(0, 1), batch["labels"].flatten())
 
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return {"loss": loss, "shown": loss.detach()}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("val_loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log_dict({"trained": outputs["loss"], "shown": outputs["shown"]})
+
+    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.log("returned", outputs)
+
 
 class Tagged(Samples):
     def __getitem__(self, index: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mm5d.data.joining import BatchNumber, merge
+from lightning_mm5d.data.joining import BatchNumber, Sizes, merge
 from lightning_mm5d.source.loops import appended_by_data
 from lightning_mm5d.trainer.kept_values import KeptValues
 
@@ -30,6 +30,14 @@ def test_a_number_of_the_batch_stays_and_counts_sum() -> None:
     joined = quiet(outputs, [2, 2])
     assert (joined["idx"], joined["n"], joined["right"], len(joined["pred"])) == (2, 4, 3, 4)
     assert type(joined["idx"]) is int
+
+
+@pytest.mark.parametrize("make", [float, torch.tensor])
+def test_means_are_weighed_as_the_loss_is(make: Any) -> None:
+    sizes = Sizes([2, 2, 2])
+    assert float(merge([make(1.0), make(2.0), make(6.0)], sizes)) == pytest.approx(3.0)
+    sizes.weights = (3.0, 1.0, 0.0)  # label tokens
+    assert float(merge([make(1.0), make(2.0), make(float("nan"))], sizes)) == pytest.approx(1.25)
 
 
 def test_an_equal_integer_that_is_no_number_of_samples_is_told_of() -> None:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_mm5d.data.joining import merge
+from lightning_mm5d.data.joining import Sizes, merge
 from lightning_mm5d.data.microbatch import Microbatch, with_tensors
 from lightning_mm5d.data.random_state import kept_random_state, seed_of
 from lightning_mm5d.sharded.remote_value import is_remote, plain
@@ -416,7 +416,8 @@ def _compare_logs(step: JoinedStep, losses: Sequence[float], rounding: float) ->
 
 def _compare_results(step: JoinedStep, rounding: float) -> None:
     """Warn of what the step returns, or puts into attributes, for two microbatches otherwise than for both as one."""
-    samples = [part.samples for part in next(iter(step.microbatches.values()))[:2]]
+    samples = Sizes.of(next(iter(step.microbatches.values()))[:2], step.weights.own[:2])
+    samples.order = None
     one, other, both, again = (step.results[index] for index in range(4))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # merging has told of what it guesses
