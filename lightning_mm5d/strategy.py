@@ -132,7 +132,7 @@ class MultimodalStrategy(CheckpointStrategy):
         self._random_state: Tensor | None = None  # of the process that calls the trainer
         self.microbatching, self.loss_weight = fields["microbatching"], fields["loss_weight"]
         self.bucket_bytes, self.main_params = fields["bucket_bytes"], fields["main_params"]
-        self._placement = placement
+        self._placement, self.timeline = placement, timeline
         self.modalities: dict[str, Modality] = {}
         try:
             if refused is not None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -265,20 +265,21 @@ class OrderStream:
         if torch.equal(packed_state(), self._first):
             unpack_states(self._state, CPU)
 
-    def pass_over(self, orders: Iterable[Any], *, is_read: bool = True) -> None:
-        """Advance it by what passes over dataloaders draw.
+    def pass_over(self, order: Any, *, seeds_workers: bool = True, is_read: bool = True) -> None:
+        """Advance it by what a pass over a dataloader draws.
 
         Args:
-            orders: their samplers or batch samplers.
-            is_read: whether any item of an order is drawn.
+            order: its sampler or batch sampler.
+            seeds_workers: whether the dataloader draws a seed for its workers, also where it has none.
+            is_read: whether any item of the order is drawn.
         """
         with kept_random_state():
             unpack_states(self._state, CPU)
-            for order in orders:
+            if seeds_workers:
                 _draw_seed()
-                sampler = getattr(order, "sampler", order)
-                if is_read and type(sampler) is RandomSampler and sampler.generator is None:
-                    _draw_seed()
+            sampler = getattr(order, "sampler", order)
+            if is_read and type(sampler) is RandomSampler and sampler.generator is None:
+                _draw_seed()
             self._state = packed_state()
 
 

@@ -348,8 +348,13 @@ class Resumable:
         order.start, stream = start, self._stream
         order.drawing = None
         if stream is not None:
-            order.drawing = partial(stream.drawing, order.epoch, seeds_workers=self.reseeds_generator)
+            order.drawing = partial(stream.drawing, order.epoch, seeds_workers=self.seeds_workers(order.epoch == 0))
         return first, dropped
+
+    def seeds_workers(self, is_first: bool) -> bool:
+        """Return whether one process draws a seed for workers in a pass; persistent workers get theirs in the first."""
+        persist = getattr(self, "persistent_workers", False) and self._workers > 0
+        return self.reseeds_generator and (is_first or not persist)
 
     def _open_unread(self) -> None:
         """Draw what one process draws for an iterator that is not read; where there are workers, they read ahead."""
@@ -357,7 +362,7 @@ class Resumable:
             return
         generator, has_workers = None if self.reseeds_generator else self.generator, self._workers > 0
         if self.reseeds_generator and self._stream is not None:
-            self._stream.pass_over([self.served_indices], is_read=has_workers)
+            self._stream.pass_over(self.served_indices, is_read=has_workers)
         elif generator is not None:
             torch.empty((), dtype=torch.int64).random_(generator=generator)  # the seed of the workers
             sampler = getattr(self.served_indices, "sampler", self.served_indices)
@@ -499,7 +504,7 @@ class Resumable:
         number = self.served_order.epoch
         drawing = None
         if (stream := OrderStream.begun(position.before, number)) is not None:
-            drawing = partial(stream.drawing, number, seeds_workers=self.reseeds_generator)
+            drawing = partial(stream.drawing, number, seeds_workers=self.seeds_workers(number == 0))
         before, seed = position.before, self.served_order.seed
         rest: list[Any] = known.rest_of_shards(
             self,

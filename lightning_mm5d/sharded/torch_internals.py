@@ -127,7 +127,17 @@ def number_in_backward(x: Tensor) -> int:
 
 def renumber_in_backward(x: Tensor, number: int) -> None:
     """Give the node that made `x` another number, which changes when it runs and never what it computes."""
-    private(x.grad_fn, "_set_sequence_nr")(number)
+    node: Any = x.grad_fn
+    node.metadata.setdefault(_MADE, number_in_backward(x))
+    private(node, "_set_sequence_nr")(number)
+
+
+def number_when_made(node: Any) -> int:
+    """Return the number that a node of a graph had at first; those of nodes that were made later are larger."""
+    return node.metadata.get(_MADE) or private(node, "_sequence_nr")()
+
+
+_MADE = "mm5d: number when made"
 
 
 def is_observed() -> bool:

@@ -132,8 +132,11 @@ class Resume:
         """Draw what a validation in the midst of training draws on one process."""
         if self._watch is not None and self._watch.stream is not None and not trainer.sanity_checking:
             loaders = tree_leaves(trainer.val_dataloaders, is_leaf=lambda one: isinstance(one, DataLoader))
-            served = [one for one in loaders if isinstance(one, Resumable) and one.reseeds_generator]
-            self._watch.stream.pass_over(one.served_indices for one in served)
+            before = trainer.num_sanity_val_steps or trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready
+            is_first = not before or vars(trainer)["reload_dataloaders_every_n_epochs"] > 0
+            for one in loaders:
+                if isinstance(one, Resumable) and one.reseeds_generator:
+                    self._watch.stream.pass_over(one.served_indices, seeds_workers=one.seeds_workers(is_first))
 
     # --- saving ---
 

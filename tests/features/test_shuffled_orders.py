@@ -5,6 +5,8 @@ vision: rank 0; language: ranks 1-2 as stages.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -27,11 +29,14 @@ class Noting(Toy):
         self.seen += [float(pixel) for pixel in batch["images"][:, 0]]
 
 
-def fit(run: Run, **options: Any) -> Any:
+WORKERS = {"num_workers": 1, "persistent_workers": True}
+
+
+def fit(run: Run, *, validation: Mapping[str, Any] = MappingProxyType({}), sanity: int = 2, **options: Any) -> Any:
     seed_everything(3)
     module = Noting()
-    trainer = run.trainer(max_epochs=3, use_distributed_sampler=False)
-    trainer.fit(module, run.loader(16, **options), run.loader(8))
+    trainer = run.trainer(max_epochs=3, use_distributed_sampler=False, num_sanity_val_steps=sanity)
+    trainer.fit(module, run.loader(16, **options), run.loader(8, **validation))
     return {"seen": module.seen, "weights": weights(module)}
 
 
@@ -73,6 +78,18 @@ def made_anew_with_a_generator(run: Run) -> Any:
     return made_anew(run, 1, num_workers=1, generator=True)
 
 
+def made_anew_with_persistent_workers(run: Run) -> Any:
+    return made_anew(run, 2, **WORKERS)
+
+
+def with_persistent_workers(run: Run) -> Any:
+    return fit(run, shuffle=True, validation=WORKERS, **WORKERS)
+
+
+def with_persistent_workers_and_no_sanity_check(run: Run) -> Any:
+    return fit(run, shuffle=True, validation=WORKERS, sanity=0, **WORKERS)
+
+
 def weighted(run: Run) -> Any:
     return fit(run, sampler=WeightedRandomSampler(list(range(1, 17)), 16))
 
@@ -104,6 +121,9 @@ SCENARIOS = (
     made_anew_for_each_epoch,
     made_anew_with_workers,
     made_anew_with_a_generator,
+    made_anew_with_persistent_workers,
+    with_persistent_workers,
+    with_persistent_workers_and_no_sanity_check,
 )
 
 

@@ -40,7 +40,7 @@ from typing_extensions import override
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.microbatch import batch_samples, leaves
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course, Moment, Recorder, moment, seconds_between
-from lightning_mm5d.features.throughput.flop_count import FlopCount
+from lightning_mm5d.features.throughput.flop_count import Copies, FlopCount
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.plan.plan import Plan
@@ -409,18 +409,24 @@ def _owners(root: nn.Module, partition: Partition) -> dict[str, str]:
     return found
 
 
-def _copies(root: nn.Module, plan: Plan) -> dict[str, int]:
-    """How many tensor parallel ranks compute each module in full, where none shares a part of it."""
+def _copies(root: nn.Module, plan: Plan) -> dict[str, Copies]:
+    """Modules that tensor parallel ranks compute in full, where none shares a part of it, or of which some share rows.
+
+    Ranks compute equal rows where they need the same heads of keys and values.
+    """
     degrees = {name: plan.layout.sizes(name).tp for name, one in plan.modalities.items() if one.tensor.tp_mode == "1d"}
     in_parts = {*plan.division.shards, *plan.division.shared}
-    found: dict[str, int] = {}
+    found: dict[str, Copies] = {}
     for path, module in root.named_modules() if max(degrees.values(), default=1) > 1 else ():
         names = [f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters()]
         ranks = {degrees.get(stage.modality, 1) for name in names for stage in plan.partition.owners.get(name, ())}
         is_shared = not in_parts.isdisjoint(names) or any(is_in(one, path) for one in plan.experts)
-        if path and len(ranks) == 1 and not is_shared:
-            found[path] = ranks.pop()
-    return {path: number for path, number in found.items() if number > 1}
+        shard = plan.division.shards.get(f"{path}.weight")
+        if path and len(ranks) == 1 and ranks != {1} and shard is not None:
+            found[path] = Copies(sum(shard.lengths) / shard.size, in_shards=True)
+        elif path and len(ranks) == 1 and not is_shared:
+            found[path] = Copies(ranks.pop())
+    return {path: copies for path, copies in found.items() if copies.number > 1}
 
 
 def _peak(trainer: pl.Trainer, module: pl.LightningModule) -> float | None:

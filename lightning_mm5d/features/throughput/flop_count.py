@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -31,10 +31,23 @@ from torch.utils.flop_counter import flop_registry
 from lightning_mm5d.config.errors import private
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.sharded.tensor import Sharded
-from lightning_mm5d.sharded.torch_internals import Watching, in_backward
+from lightning_mm5d.sharded.torch_internals import Watching, in_backward, number_when_made
 from lightning_mm5d.stage.payload import tensors_in
 
-_Place = tuple[str, int]
+
+class Copies(NamedTuple):
+    """How often the ranks of a group compute a module.
+
+    Attributes:
+        number: how many of them compute it on equal inputs; of a module in shards, each of its rows on the mean.
+        in_shards: whether its weight is in shards, so that its inputs are equal also where they come as shards.
+    """
+
+    number: float
+    in_shards: bool = False
+
+
+_Place = tuple[str, float]
 """a modality, and how many ranks compute the same"""
 _KNOWN = frozenset(("aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "inductor"))
 _aten = torch.ops.aten
@@ -54,7 +67,7 @@ class FlopCount(Watching):
     Args:
         root: the LightningModule.
         owners: modality of each module that belongs to one, by its path; of those inside of each other the outermost.
-        copies: how many ranks compute each module on equal inputs, by its path, where these are several.
+        copies: of modules that several ranks compute, by their paths.
 
     Attributes:
         base: modality of what is computed outside of these modules.
@@ -64,7 +77,7 @@ class FlopCount(Watching):
 
     supports_higher_order_operators = True
 
-    def __init__(self, root: nn.Module, owners: Mapping[str, str], copies: Mapping[str, int], base: str) -> None:
+    def __init__(self, root: nn.Module, owners: Mapping[str, str], copies: Mapping[str, Copies], base: str) -> None:
         super().__init__()
         self.base, self.flops, self.again = base, defaultdict[str, float](float), defaultdict[str, float](float)
         self._running = 0  # modules that a backward runs now
@@ -78,7 +91,7 @@ class FlopCount(Watching):
         """Count from now on, on this thread."""
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code hides its operations
         for path in dict.fromkeys((*self._owners, *self._copies)):
-            module, copies = self._root.get_submodule(path), self._copies.get(path, 1)
+            module, copies = self._root.get_submodule(path), self._copies.get(path, Copies(1))
             push = partial(self._push, self._owners.get(path), copies)
             before = module.register_forward_pre_hook(push, with_kwargs=True)
             after = module.register_forward_hook(lambda *_: self._pop(), always_call=True)
@@ -98,10 +111,10 @@ class FlopCount(Watching):
         self._inside.clear()  # a stage may have ended within modules
         self._mark()
 
-    def _push(self, name: str | None, copies: int, _: Any, args: Any, kwargs: Any) -> None:
+    def _push(self, name: str | None, copies: Copies, _: Any, args: Any, kwargs: Any) -> None:
         outer = self._now()
-        is_part = any(isinstance(one, Sharded) for _, one in tensors_in((args, kwargs)))
-        self._inside.append((name or outer[0], outer[1] if is_part else max(copies, outer[1])))
+        is_equal = copies.in_shards or not any(isinstance(one, Sharded) for _, one in tensors_in((args, kwargs)))
+        self._inside.append((name or outer[0], max(copies.number, outer[1]) if is_equal else outer[1]))
         self._mark()
 
     def _pop(self) -> None:
@@ -123,7 +136,7 @@ class FlopCount(Watching):
     def _place(self) -> _Place:
         node = private(torch._C, "_current_autograd_node")() if in_backward() else None
         if node is not None and not self._inside:
-            place = bisect_right(self._from, private(node, "_sequence_nr")())
+            place = bisect_right(self._from, number_when_made(node))
             return self._places[place - 1] or (self.base, 1)
         return self._now()
 

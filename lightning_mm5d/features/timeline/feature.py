@@ -5,12 +5,14 @@ actions; (2) rank 0 simulates the same lists of actions, each with the median ti
 draws both, two rows a rank. The rows differ by messages on their way and by actions that take longer than others of
 their kind.
 
-Ranks that have not recorded the same step, with as many microbatches, draw none. A file that cannot be written gives a
-warning only, because training is over and its weights matter more.
+The last batch of an epoch may be smaller than others, so it is drawn only where the epoch has no other. Ranks that
+have not recorded the same step, with as many microbatches, draw none. A JSON file says of what run it is, see `about`.
+A file that cannot be written gives a warning only, because training is over and its weights matter more.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +25,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.engine.flight import Recorder
+from lightning_mm5d.config.groups import path_of, value_of
+from lightning_mm5d.engine.flight import AroundStep, Course, Recorder
 from lightning_mm5d.features.timeline.drawing import SECONDS, chrome_trace, draw
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, AnySchedule, Graph, Kind, Schedule, Simulation, Span, measured, simulate
@@ -57,7 +60,7 @@ class Timeline(Feature):
 class _Recorded(Attached):
     def __init__(self, path: str, running: Running) -> None:
         self._path, self._running = path, running
-        self._recorder = Recorder(running.device, running.num_microbatches)
+        self._recorder = _UsualSteps(running)
         running.engine.around.append(self._recorder)
 
     def finish(self) -> None:
@@ -65,10 +68,31 @@ class _Recorded(Attached):
         write_timeline(self._path, self._recorder, self._running)
 
 
+class _UsualSteps(Recorder):
+    """Leaves out last batches of epochs.
+
+    Attributes:
+        samples: of a microbatch of the step, on the mean.
+    """
+
+    def __init__(self, running: Running) -> None:
+        super().__init__(running.device, running.num_microbatches)
+        self.samples, self._trainer = 0.0, running.trainer
+
+    def step(self, course: Course) -> AroundStep | None:
+        """Record the step, unless a smaller one could hide those before it."""
+        if self._trainer.is_last_batch and self._trainer.fit_loop.epoch_loop.batch_idx > 0:
+            return None
+        recorded = super().step(course)
+        if recorded is not None:
+            self.samples = statistics.fmean(one.samples for parts in course.step.microbatches.values() for one in parts)
+        return recorded
+
+
 _MOMENT = 1e-9  # seconds; a cost of 0 would mean that there is no backward
 
 
-def write_timeline(path: str, recorder: Recorder, running: Running) -> None:
+def write_timeline(path: str, recorder: _UsualSteps, running: Running) -> None:
     """Write the last step of all ranks to `path`: a Chrome trace if it ends in ``.json``, else a picture. Collective.
 
     Args:
@@ -98,11 +122,25 @@ def write_timeline(path: str, recorder: Recorder, running: Running) -> None:
     }
     try:
         if path.endswith(".json"):
-            chrome_trace(both, path, names=names, unit=SECONDS, about={"num_microbatches": recorder.count})
+            told = {**about(plan, recorder.count), "samples": recorder.samples}
+            chrome_trace(both, path, names=names, unit=SECONDS, about=told)
         else:
             draw(both, path, names=names, unit=SECONDS)
     except (OSError, ValueError) as error:
         rank_zero_warn(f"timeline: {path} cannot be written: {error}")
+
+
+_COSTLY = ("tp_size", "tp_mode", "cp_size", "cp_mode", "ep_size", "activation_checkpointing")
+"""fields of a modality by which stages of equal names take unlike times"""
+
+
+def about(plan: Plan, num_microbatches: int) -> dict[str, Any]:
+    """Return what tells runs apart whose stages have equal names, and take other times; plain values by name."""
+    found: dict[str, Any] = {"num_microbatches": num_microbatches, "parameters": sum(plan.sizes.values())}
+    for name, modality in plan.modalities.items():
+        found |= {f"modalities.{name}.{path_of(field)}": value_of(modality, field) for field in _COSTLY}
+    plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    return plain
 
 
 def _ran(plan: Plan, schedule: AnySchedule, count: int, trainable: frozenset[str]) -> Schedule:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import math
 import statistics
 import sys
 from argparse import Namespace
@@ -31,6 +32,7 @@ from lightning_mm5d.config.groups import with_fields
 from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
 from lightning_mm5d.config.tables import Table, bytes_of, memory_text
 from lightning_mm5d.features.shared_experts.experts import find_experts
+from lightning_mm5d.features.timeline.feature import about
 from lightning_mm5d.partition.costs import stage_costs, units
 from lightning_mm5d.partition.find import find
 from lightning_mm5d.plan.plan import Plan
@@ -284,7 +286,8 @@ def layout_file(candidate: Candidate, job: Job, source: Source, cluster: Cluster
     made = {name: said_of(one, job.modalities[name]) for name, one in modalities.items()}
     batching: dict[str, Any] = {"num_microbatches": count}
     batching |= {"microbatch_size": None} if job.strategy.microbatch_size is not None else {}
-    said = {"modalities": made, "schedule": schedule, "batching": batching}
+    said: dict[str, Any] = {"modalities": made, "schedule": schedule, "batching": batching}
+    said |= {"timeline": None} if job.strategy.timeline is not None else {}  # that of the configured layout stays
     strategy = {"class_path": STRATEGY, "init_args": said}
     found: dict[str, Any] = {"trainer": {"devices": cluster.ranks, "num_nodes": cluster.nodes, "strategy": strategy}}
     own, note = samples * count, ""
@@ -335,13 +338,15 @@ class MeasuredRun(NamedTuple):
         path: of the file.
         seconds: from its first action to the end of its last one, over all ranks.
         stages: seconds of forward and backward of one microbatch, for each stage; medians over microbatches and ranks.
-        microbatches: of each replica, M.
+        samples: of a microbatch, on the mean.
+        told: what else the timeline says of the run.
     """
 
     path: Path
     seconds: float
     stages: Mapping[str, float]
-    microbatches: int
+    samples: float
+    told: Mapping[str, Any]
 
 
 def read_run(path: Path) -> MeasuredRun:
@@ -352,7 +357,8 @@ def read_run(path: Path) -> MeasuredRun:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        events, microbatches = content["traceEvents"], content["otherData"]["num_microbatches"]
+        events, told = content["traceEvents"], content["otherData"]
+        samples = float(told["samples"])
         labels = {one["tid"]: str(one["args"]["name"]) for one in events if one["name"] == "thread_name"}
         simulated = {row for row, label in labels.items() if label.endswith("simulated")}
         actions = [one for one in events if one["ph"] == "X" and one["tid"] not in simulated]
@@ -365,10 +371,11 @@ def read_run(path: Path) -> MeasuredRun:
         raise ConfigError(_OPTION, str(path), f"It cannot be read: {error.strerror}", "Name a readable file") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _other_file(path) from error
-    if not simulated or not seconds > 0:
+    durations = [seconds, samples, *(one for kinds in times.values() for several in kinds.values() for one in several)]
+    if not simulated or not all(0 <= one < math.inf for one in durations) or not seconds * samples:
         raise _other_file(path)
     stages = {stage: sum(map(statistics.median, kinds.values())) for stage, kinds in times.items()}
-    return MeasuredRun(path, seconds, stages, microbatches)
+    return MeasuredRun(path, seconds, stages, samples, told)
 
 
 def _other_file(path: Path) -> ConfigError:
@@ -385,20 +392,18 @@ def measured_scales(run: MeasuredRun, plan: Plan | None, costs: LayoutCosts) -> 
         costs: without scales.
 
     Raises:
-        ConfigError: the run had other stages.
+        ConfigError: the run had another layout, model or number of microbatches.
     """
     if plan is None:
         rule = "It was measured with the configured layout, which cannot run on these ranks"
         raise ConfigError(_OPTION, str(run.path), rule, "Leave dp_size unset, or name as many ranks as the run had")
-    stages = sorted(plan.topology.members)
-    count = costs.step.num_microbatches
-    if run.microbatches != count:
-        rule = f"Its replicas have {run.microbatches} microbatches, and those of the configuration {count}"
-        raise ConfigError(_OPTION, str(run.path), rule, "Give the configuration of that run")
-    if sorted(run.stages) != stages:
-        rule = f"It has the stages {', '.join(sorted(run.stages))}, and the configuration {', '.join(stages)}"
-        raise ConfigError(_OPTION, str(run.path), rule, "Give the configuration of that run")
-    alone, doubled = (_seconds(plan, costs, scale) for scale in (1.0, 2.0))
+    expected = {"stages": sorted(plan.topology.members), **about(plan, costs.step.num_microbatches)}
+    told = {**run.told, "stages": sorted(run.stages)}
+    for what, own in expected.items():
+        if told.get(what) != own:
+            rule = f"There {what} is {told.get(what)}, and in the configuration {own}"
+            raise ConfigError(_OPTION, str(run.path), rule, "Give the configuration of that run")
+    alone, doubled = (_seconds(plan, costs, scale, run.samples) for scale in (1.0, 2.0))
     scales = {name: [Measured(1.0, 1.0)] * len(row) for name, row in costs.rows.items()}
     for name, cuts in plan.partition.stages.items():
         for cut in cuts:
@@ -411,11 +416,11 @@ def measured_scales(run: MeasuredRun, plan: Plan | None, costs: LayoutCosts) -> 
     return scales
 
 
-def _seconds(plan: Plan, costs: LayoutCosts, scale: float) -> dict[Any, float]:
+def _seconds(plan: Plan, costs: LayoutCosts, scale: float, samples: float) -> dict[Any, float]:
     """Seconds of a microbatch's forward and backward in each stage, with layers of `scale` times the roofline's."""
     scales = {name: [Measured(scale, scale)] * len(row) for name, row in costs.rows.items()}
     trainable = costs.step.trainable
-    graphs = replace(costs, scales=scales, known={}).timed(plan, costs.samples).graphs
+    graphs = replace(costs, scales=scales, known={}).timed(plan, samples).graphs
     trains = graphs.trains(trainable)
     both = {key: stage_costs(graphs.timed_units[key], trainable, trains[key][1]) for key in plan.topology.members}
     return {key: forward + backward for key, (forward, backward, _) in both.items()}

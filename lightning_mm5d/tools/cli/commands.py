@@ -21,6 +21,7 @@ from lightning_mm5d.features.timeline.drawing import COSTS, WORK, TimeUnit, chro
 from lightning_mm5d.features.unlike_pipelines.pipelines import UNLIKE_SCHEDULES
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import SCHEDULES, AnySchedule, Graph, name_of
+from lightning_mm5d.strategy import MultimodalStrategy
 from lightning_mm5d.tools.cli.cluster_plan import nodes_of
 from lightning_mm5d.tools.cli.configuration import Source
 from lightning_mm5d.tools.cli.estimates import first_samples, step_of
@@ -36,6 +37,8 @@ _MIXED = TimeUnit("units", "units of the given costs, 1 where none is given")
 
 MOST_FORWARDS = 3000
 """of a step for which all schedules are compared, at about a millisecond each and schedule"""
+_TOO_MANY = 100_000
+"""forwards of a step that take about a minute under the simplest schedule"""
 
 
 def inspect(arguments: Namespace, source: Source) -> None:
@@ -66,6 +69,7 @@ def _communicators(plan: Plan) -> str:
 def simulate(arguments: Namespace, source: Source) -> None:
     """Print what every schedule would do, and write pictures and traces of the configured one."""
     job = load(source)
+    _check_size(job.strategy)
     job = job._replace(modalities=_costed(job, arguments.cost))
     frozen = _frozen(job, arguments.frozen)
     configured = job.strategy.schedule
@@ -84,6 +88,16 @@ def simulate(arguments: Namespace, source: Source) -> None:
     else:
         show(_simulated(job, outcomes, chosen, unit))
     warn([*_chunks_missing(job, chosen), *left_out])
+
+
+def _check_size(strategy: MultimodalStrategy) -> None:
+    """Refuse a step whose simulation would hardly end."""
+    layout, count = strategy.layout, strategy.usual_microbatches()
+    forwards = sum(layout.microbatches(count)) * sum(one.num_cuts for one in strategy.modalities.values())
+    if forwards > _TOO_MANY:
+        rule = f"A step has {forwards} forwards then, on {layout.size} ranks, and more than {_TOO_MANY} take minutes"
+        fix = f"Use {_TOO_MANY * count // forwards}" if count * _TOO_MANY >= forwards else "Name fewer replicas"
+        raise ConfigError("batching.num_microbatches", count, rule, fix)
 
 
 def _compared(graph: Graph, configured: AnySchedule, *, unlike: bool) -> tuple[list[AnySchedule], list[str]]:

@@ -158,7 +158,7 @@ class LayoutCosts:
     scales: Mapping[str, Sequence[Measured]] = field(default_factory=dict)
     known: dict[Any, list[Unit]] = field(default_factory=dict)
 
-    def trace(self, modalities: Mapping[str, Modality], samples: int) -> Trace:
+    def trace(self, modalities: Mapping[str, Modality], samples: float) -> Trace:
         """Return the trace of a microbatch of so many samples on one rank of a layout."""
         units, exits = {}, {}
         for name, modality in modalities.items():
@@ -172,7 +172,7 @@ class LayoutCosts:
                 exits[name] = _storages(self.alone.exits[name], self.of_two.exits[name], size)
         return replace(self.alone, units=units, exits=exits)
 
-    def units(self, name: str, modality: Modality, samples: int) -> list[Unit]:
+    def units(self, name: str, modality: Modality, samples: float) -> list[Unit]:
         """Return the units of a modality in seconds on a rank, for a microbatch of so many samples."""
         tp, cp, ep = modality.tp_size, modality.cp_size, modality.ep_size
         key = name, tp, cp, ep, modality.context.cp_mode, samples
@@ -231,11 +231,11 @@ class LayoutCosts:
 
     # --- a step ---
 
-    def timed(self, plan: Plan, samples: int) -> Plan:
+    def timed(self, plan: Plan, samples: float) -> Plan:
         """Return the plan with its units in seconds."""
         return self._timed(plan, samples, self._messages(plan, samples))
 
-    def _timed(self, plan: Plan, samples: int, messages: _Messages) -> Plan:
+    def _timed(self, plan: Plan, samples: float, messages: _Messages) -> Plan:
         found: dict[StageKey, tuple[Unit, ...]] = {}
         for name, cuts in plan.partition.stages.items():
             modality = plan.modalities[name]
@@ -318,7 +318,7 @@ class LayoutCosts:
             known[frozenset((source, target))] = link.message(size) + within
         return lambda source, target: known[frozenset((source, target))]
 
-    def _messages(self, plan: Plan, samples: int) -> _Messages:
+    def _messages(self, plan: Plan, samples: float) -> _Messages:
         trace, topology = self.trace(plan.modalities, samples), plan.topology
         found: _Messages = {}
         for source, target in topology.edges:

@@ -62,6 +62,11 @@ RUNS = {
     "vision | language": Counting("llava", {"vision": {}, "language": {}}, 2),
     "pp 2": Counting("llama_tied", {"model": {"pp_size": 2}}, 2),
     "tp 2": Counting("llama_tied", {"model": {"tp_size": 2}}, 2),
+    "heads of two ranks each": Counting("llama_tied", {"model": {"tp_size": 4}}, 4),
+    "heads of two ranks each, sequences in shards": Counting(
+        "llama_tied", {"model": {"tp_size": 4, "sequence_parallel": True}}, 4
+    ),
+    "adapters on heads of two ranks each": Counting("llama_tied", {"model": {"tp_size": 4}}, 4, is_adapted=True),
     "cp 2": Counting("llama_tied", {"model": {"cp_size": 2}}, 2),
     "ep 2": Counting("mixtral", {"model": {"dp_size": 2, "ep_size": 2}}, 2, 2),
     "two replicas of pp 2": Counting("llama_tied", {"model": {"dp_size": 2, "pp_size": 2}}, 4, 2),
@@ -96,6 +101,9 @@ AGAIN = {
     "checkpointed": ("vision | language", "language/", 0.2, 1 / 3),  # a forward, without the head's
     "checkpointed on tp 2": ("tp 2", "", 0.2, 1 / 3),
     "fused head": ("pp 2", "", 0.01, 0.1),  # the logits
+    "heads of two ranks each": ("tp 2", "", 0.05, 0.2),  # their keys and values
+    "heads of two ranks each, sequences in shards": ("tp 2", "", 0.05, 0.2),
+    "adapters on heads of two ranks each": ("adapters on tp 2", "", 0.05, 0.2),
 }
 """by run: the run that it equals, what is counted, and the share of its flops that are computed again"""
 
@@ -132,9 +140,9 @@ def test_the_sum_over_ranks_is_that_of_one_process(name: str) -> None:
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", AGAIN)
 def test_recomputation_counts_in_hfu_alone(name: str) -> None:
-    """vision: rank 0, language: rank 1; language on ranks 0-1, which share its layers, or as stages"""
+    """vision: rank 0, language: rank 1; language on ranks 0-1 or 0-3, which share its layers, or as stages"""
     other, part, least, most = AGAIN[name]
-    plain, again = (call_ranks(2, figures, which)[0][-1] for which in (other, name))
+    plain, again = (call_ranks(RUNS[which].world, figures, which)[0][-1] for which in (other, name))
     difference = again.pop("hardware") - plain.pop("hardware")
     if part:
         assert difference == pytest.approx(again.pop(f"{part}hardware") - plain.pop(f"{part}hardware"))

@@ -24,7 +24,7 @@ PIPELINE = Modality(pp_size=2)
 def train(rank: int, schedule: str, path: str, language: Modality = PIPELINE) -> None:
     case = CASES["llava"]
     modalities = {"vision": Modality(), "language": language}
-    batches = [case.batch(8, seed=1), case.batch(8, seed=2), case.batch(3, seed=3)]  # the last one is not whole
+    batches = [case.batch(8, seed=1), case.batch(8, seed=2), case.batch(5, seed=3)]  # the last one is not whole
     fit(case.build(), batches, strategy(modalities, schedule=schedule, num_microbatches=M, timeline=path), 3)
 
 
@@ -51,7 +51,10 @@ def test_measured_and_simulated_run_the_same_actions_in_the_same_order(schedule:
     forwards = [span for spans in found.values() for span in spans if span["cat"] == "forward"]
     stages = 5 if schedule == "zbv" else 3
     assert len(forwards) == 2 * stages * M
-    assert json.loads((tmp_path / "run.json").read_text())["otherData"]["num_microbatches"] == M
+    told = json.loads((tmp_path / "run.json").read_text())["otherData"]
+    assert (told["num_microbatches"], told["samples"]) == (M, 2)
+    assert {told[f"modalities.{name}.tp_size"] for name in ("vision", "language")} == {1}
+    assert told["parameters"] == sum(p.numel() for p in CASES["llava"].build().parameters())
     assert any(span["cat"] == "weight gradient" for spans in found.values() for span in spans) == (schedule == "zbv")
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.features.timeline.feature import about
 from lightning_mm5d.tools.cli.configuration import prepare
 from lightning_mm5d.tools.cli.elastic_layouts import elastic_layout, with_layout
 from lightning_mm5d.tools.cli.estimates import first_microbatch, first_samples, tracer
@@ -92,14 +93,15 @@ def test_the_memory_that_a_refusal_proposes_is_enough(plan: Plan) -> None:
     assert plan.run("--ranks", "2", "--memory", proposed[1])[0] == 0
 
 
-def timeline(path: Path, stages: dict[str, float], microbatches: int, *, simulated: bool = True) -> str:
-    """Write what `timeline` writes of a run; return its path.
+def timeline(path: Path, stages: dict[str, float], microbatches: int, *, simulated: bool = True, **told: Any) -> str:
+    """Write what `timeline` writes of a run of the example; return its path.
 
     Args:
         path: of the file.
         stages: seconds of a forward, by stage; backwards take twice that.
         microbatches: of the step.
         simulated: with the rows of a simulation, which take ten times as long.
+        told: of the run, where it was another one.
     """
     events: list[dict[str, Any]] = []
     for rank, (stage, seconds) in enumerate(stages.items()):
@@ -109,7 +111,10 @@ def timeline(path: Path, stages: dict[str, float], microbatches: int, *, simulat
                 start, took = 3 * number + part - 1, part * seconds * factor
                 at = {"ph": "X", "tid": row, "ts": start * seconds * factor, "dur": took, "cat": kind, "name": kind}
                 events.append({**at, "args": {"stage": stage, "microbatch": number}})
-    path.write_text(json.dumps({"traceEvents": events, "otherData": {"num_microbatches": microbatches}}))
+    plan = load(prepare([CONFIG], SCRIPT, [])).plan
+    assert plan is not None
+    told = {**about(plan, microbatches), "samples": 8.0, **told}
+    path.write_text(json.dumps({"traceEvents": events, "otherData": told}))
     return str(path)
 
 
@@ -129,14 +134,51 @@ def test_it_plans_with_the_costs_of_a_run(plan: Plan, tmp_path: Path) -> None:
     assert float(out.split("\n\n")[1].splitlines()[1].split()[1]) == pytest.approx(300, rel=1e-3)
 
 
+def test_what_it_writes_keeps_the_timeline_of_the_run_that_it_was_planned_from(plan: Plan, tmp_path: Path) -> None:
+    run = timeline(tmp_path / "run.json", STAGES, 4)
+    code, out, _ = plan.run("--from", run, f"--trainer.strategy.init_args.timeline={run}")
+    assert code == 0
+    said = yaml.safe_load(out.rstrip().split("\n\n")[-1])["trainer"]["strategy"]["init_args"]
+    assert said["batching"] == {"num_microbatches": 1}, "so there is no timeline in it, which would be refused"
+    assert said["timeline"] is None
+
+
+def test_a_run_with_larger_microbatches_has_layers_that_take_less_for_a_sample(plan: Plan, tmp_path: Path) -> None:
+    took = []
+    for samples in (8.0, 16.0):
+        code, out, err = plan.run("--from", timeline(tmp_path / "run.json", STAGES, 4, samples=samples))
+        assert (code, err) == (0, "")
+        own = re.search(r"The configured layout .* takes (\S+) ms", out)
+        assert own is not None
+        took.append(float(own[1]))
+    assert took[1] == pytest.approx(took[0] / 2, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("told", "rule"),
+    [
+        ({"parameters": 12}, "There parameters is 12, and in the configuration "),
+        ({"modalities.vision.tp_size": 2}, "There modalities.vision.tp_size is 2, and in the configuration 1"),
+        ({"modalities.audio.memory.activation_checkpointing": "full"}, "activation_checkpointing is full"),
+        ({"samples": "many"}, "no timeline of a run"),
+        ({"samples": float("nan")}, "no timeline of a run"),
+    ],
+)
+def test_a_file_of_another_layout_or_model_is_refused(
+    plan: Plan, tmp_path: Path, told: dict[str, Any], rule: str
+) -> None:
+    assert rule in plan.refusal("--from", timeline(tmp_path / "run.json", STAGES, 4, **told))
+
+
 @pytest.mark.parametrize(
     ("stages", "microbatches", "simulated", "rule"),
     [
         (STAGES, 4, False, "no timeline of a run"),
         ({}, 4, True, "no timeline of a run"),
-        (STAGES, 3, True, "3 microbatches, and those of the configuration 4"),
-        (STAGES, 8, True, "8 microbatches, and those of the configuration 4"),
-        ({**STAGES, "language.2": 0.1}, 4, True, "language.2, vision.0, and the configuration"),
+        (STAGES, 3, True, "num_microbatches is 3, and in the configuration 4"),
+        (STAGES, 8, True, "num_microbatches is 8, and in the configuration 4"),
+        ({**STAGES, "language.2": 0.1}, 4, True, "'language.2', 'vision.0'], and in the configuration"),
+        ({**STAGES, "vision.0": float("nan")}, 4, True, "no timeline of a run"),
     ],
 )
 def test_a_file_of_another_run_is_refused(

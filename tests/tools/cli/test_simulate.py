@@ -357,6 +357,8 @@ def test_plays_a_table_of_ones_own(simulate: Simulate) -> None:
         (["--modalities.vision.cost=fast"], ["modalities.vision.cost: got 'fast'", "positive"]),
         (["--modalities.vision.pp=2"], ["modalities.vision.pp: got 2", "There is no such field"]),
         (["--trainer.devices=7"], ["got 7", "6 or 12"]),
+        (["--batching.num_microbatches=1000000"], ["got 1000000", "6000000 forwards", "Use 16666"]),
+        (["--modalities.language.dp_size=20000"], ["20000", "on 120000 ranks", "Name fewer replicas"]),
         (["--scheduel=x"], ["scheduel"]),
         (["--script=nowhere.py"], ["--script: got 'nowhere.py'", "no such file"]),
         (["--out=timeline.what"], ["--out", "what"]),
