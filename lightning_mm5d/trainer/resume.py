@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
@@ -110,6 +111,7 @@ class Resume:
         self._is_loaded = False
         self._watch: Watch | None = None
         self._first: Tensor | None = None  # the random state with which training began
+        self._validated = WeakSet[Resumable]()  # whose workers have begun
 
     def watch(self, trainer: pl.Trainer) -> Watch:
         """Return what training dataloaders of this trainer tell, and are told, about its steps."""
@@ -130,13 +132,12 @@ class Resume:
 
     def on_validation(self, trainer: pl.Trainer) -> None:
         """Draw what a validation in the midst of training draws on one process."""
-        if self._watch is not None and self._watch.stream is not None and not trainer.sanity_checking:
-            loaders = tree_leaves(trainer.val_dataloaders, is_leaf=lambda one: isinstance(one, DataLoader))
-            before = trainer.num_sanity_val_steps or trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready
-            is_first = not before or vars(trainer)["reload_dataloaders_every_n_epochs"] > 0
-            for one in loaders:
-                if isinstance(one, Resumable) and one.reseeds_generator:
-                    self._watch.stream.pass_over(one.served_indices, seeds_workers=one.seeds_workers(is_first))
+        stream = None if self._watch is None or trainer.sanity_checking else self._watch.stream
+        for one in tree_leaves(trainer.val_dataloaders, is_leaf=lambda one: isinstance(one, DataLoader)):
+            if isinstance(one, Resumable) and one.reseeds_generator:
+                if stream is not None:
+                    stream.pass_over(one.served_indices, seeds_workers=one.seeds_workers(one not in self._validated))
+                self._validated.add(one)
 
     # --- saving ---
 

@@ -151,7 +151,7 @@ def test_a_run_with_larger_microbatches_has_layers_that_take_less_for_a_sample(p
         own = re.search(r"The configured layout .* takes (\S+) ms", out)
         assert own is not None
         took.append(float(own[1]))
-    assert took[1] == pytest.approx(took[0] / 2, rel=1e-2)
+    assert took[0] / 2 <= took[1] <= 0.55 * took[0], "messages take what they took"
 
 
 @pytest.mark.parametrize(
