@@ -155,6 +155,8 @@ class Resumable:
     reseeds_generator = False
     ahead: Callable[[Any], None] | None = None
     """takes a batch before it is needed"""
+    has_validated = False
+    """whether it has begun a pass of a validation"""
 
     _pending: Position | None = None
     _left: Any = None  # a state of its own that the next pass goes on with, in an epoch that has just begun

@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
-from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
@@ -111,7 +110,6 @@ class Resume:
         self._is_loaded = False
         self._watch: Watch | None = None
         self._first: Tensor | None = None  # the random state with which training began
-        self._validated = WeakSet[Resumable]()  # whose workers have begun
 
     def watch(self, trainer: pl.Trainer) -> Watch:
         """Return what training dataloaders of this trainer tell, and are told, about its steps."""
@@ -136,8 +134,8 @@ class Resume:
         for one in tree_leaves(trainer.val_dataloaders, is_leaf=lambda one: isinstance(one, DataLoader)):
             if isinstance(one, Resumable) and one.reseeds_generator:
                 if stream is not None:
-                    stream.pass_over(one.served_indices, seeds_workers=one.seeds_workers(one not in self._validated))
-                self._validated.add(one)
+                    stream.pass_over(one.served_indices, seeds_workers=one.seeds_workers(not one.has_validated))
+                one.has_validated = True
 
     # --- saving ---
 
