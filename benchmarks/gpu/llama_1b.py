@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.one_process import NEEDED_BYTES, WARMUP, flop_of, in_turns, peak_of
+from benchmarks.gpu.one_process import NEEDED_BYTES, WARMUP, flop_of, in_turns, rates
 from benchmarks.gpu.rows import LackingError, Row
 from benchmarks.gpu.towers import TIMEOUT
 from lightning_mm5d import Modality, MultimodalStrategy
@@ -108,19 +108,9 @@ def run(machine: Machine) -> Iterator[Row]:
         },
     )
     ours, uncompiled, plain, fsdp = found.values()
-    peak = peak_of(machine)
-    for name, side in found.items():
-        step = side.seconds
-        note = f"{step * 1e3:.1f} ms a step of {rows.numel()}"
-        yield Row(name=f"{name}: tokens", value=rows.numel() / step, unit="/s", note=note)
-        if peak:
-            aim = 0.45 if side is ours else None
-            note = f"of {peak / 1e12:.0f} TFLOP/s"
-            yield Row(name=f"{name}: MFU", value=flop / step / peak, at_least=aim, note=note)
+    yield from rates(machine, found, rows.numel(), flop, aim=0.45)
     yield Row(name="tokens per second, strategy / plain Lightning", value=plain.seconds / ours.seconds, at_least=0.98)
     yield Row(name="tokens per second, strategy / FSDP2, one rank", value=fsdp.seconds / ours.seconds)
-    one, other = ours.losses[-1], plain.losses[-1]
-    yield Row(name="last loss: relative difference", value=abs(one - other) / abs(other), at_most=0.01)
     guess = estimate(machine, rows)
     note = f"{guess / 2**30:.2f} / {uncompiled.peak_bytes / 2**30:.2f} GiB, layers not compiled"
     ratio = guess / uncompiled.peak_bytes

@@ -64,9 +64,8 @@ def steps(machine: Machine) -> Iterator[Row]:
     found: dict[tuple[str, ...], tuple[float, int]] = {}
     for kinds in ((), ("activations",), ("optimizer",)):
         free(machine)
-        times, trace = Times(machine), Trace(machine, "_".join(kinds))
-        callbacks = [times, *([trace] if kinds else [])]
-        towers.fit(towers.Towers(size), data, strategy(kinds), machine.own, *callbacks, precision="bf16-mixed")
+        times, traces = Times(machine), [Trace(machine, kind) for kind in kinds]
+        towers.fit(towers.Towers(size), data, strategy(kinds), machine.own, times, *traces, precision="bf16-mixed")
         # the traced step is the last one
         found[kinds] = statistics.median(times.seconds()[:-1]), machine.peak_bytes()
         if not kinds:
@@ -76,7 +75,7 @@ def steps(machine: Machine) -> Iterator[Row]:
         yield Row(name=f"{name}: step / without", value=step / plain, note=f"{step * 1e3:.1f} / {plain * 1e3:.1f} ms")
         note = f"{peak / 2**30:.2f} / {whole / 2**30:.2f} GiB"
         yield Row(name=f"{name}: peak memory / without", value=peak / whole, at_most=1.0, note=note)
-        yield Row(name=f"{name}: share of copies beside kernels", value=trace.overlap(), note=str(trace.path))
+        yield Row(name=f"{name}: share of copies beside kernels", value=traces[0].overlap(), note=str(traces[0].path))
 
 
 def strategy(kinds: Sequence[str]) -> MultimodalStrategy:

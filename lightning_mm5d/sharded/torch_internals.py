@@ -125,6 +125,9 @@ def number_in_backward(x: Tensor) -> int:
     return private(x.grad_fn, "_sequence_nr")()
 
 
+_MADE = "mm5d: number when made"
+
+
 def renumber_in_backward(x: Tensor, number: int) -> None:
     """Give the node that made `x` another number, which changes when it runs and never what it computes."""
     node: Any = x.grad_fn
@@ -134,10 +137,8 @@ def renumber_in_backward(x: Tensor, number: int) -> None:
 
 def number_when_made(node: Any) -> int:
     """Return the number that a node of a graph had at first; those of nodes that were made later are larger."""
-    return node.metadata.get(_MADE) or private(node, "_sequence_nr")()
-
-
-_MADE = "mm5d: number when made"
+    made = node.metadata.get(_MADE)
+    return private(node, "_sequence_nr")() if made is None else made
 
 
 def is_observed() -> bool:

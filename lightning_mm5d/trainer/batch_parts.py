@@ -262,12 +262,13 @@ class BatchParts:
     def _labels_that_count(self) -> Counting | None:
         """Which labels the loss is a mean over; None where it is none."""
         self._passed = passed(self._module, "training_step", "labels")
-        found = counting(self._module, self._steps())
-        is_own = self.is_auto and leaves_loss(self._steps())
+        steps = self._steps()
+        found = counting(self._module, steps)
+        is_own = self.is_auto and leaves_loss(steps)
         if found is not None and (is_own or not self._passed):
             targets = passed(self._module, "training_step", TARGET)
-            is_token_mean = targets or hands_on(self._steps())
-            if is_own and (not is_token_mean or averages_samples(self._module, self._steps())):
+            is_token_mean = targets or hands_on(steps)
+            if is_own and (not is_token_mean or averages_samples(self._module, steps)):
                 return None
             self._passed = targets or self._passed
         if found is not None or self.is_auto:

@@ -84,7 +84,7 @@ def test_a_checkpoint_comes_out_with_its_tokenizer(checkpoint: Path, tmp_path: P
     assert [each.name for each in (tmp_path / "new").iterdir()] == ["folder"]
 
 
-def test_an_engine_of_inference_loads_the_folder(tmp_path: Path) -> None:
+def test_an_inference_engine_loads_the_folder(tmp_path: Path) -> None:
     module, tokens = Tuned(), [3, 1, 2, 5]
     module.tokenizer.add_special_tokens({"bos_token": "a", "eos_token": "b"})
     done = export(saved(module, tmp_path / "one.ckpt"), tmp_path / "folder")
