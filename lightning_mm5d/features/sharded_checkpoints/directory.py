@@ -369,12 +369,12 @@ class StoredTensors:
             CheckpointCorruptError: bytes differ from what was written.
         """
         wanted = checked_region(region, self._shapes[name], name)
-        found = list(self._overlaps(name, wanted))
-        if len(found) == 1 and found[0][1] == tuple(wanted):
-            part, box = found[0]
+        overlaps = list(self._overlaps(name, wanted))
+        if len(overlaps) == 1 and overlaps[0][1] == tuple(wanted):
+            part, box = overlaps[0]
             return part.file.read(name, _within(box, part.box))
         result = torch.empty([stop - start for start, stop in wanted], dtype=self.dtype(name))
-        for part, box in found:
+        for part, box in overlaps:
             for rows in _divided(box, result.itemsize):
                 target = tuple(slice(start, stop) for start, stop in _within(rows, wanted))
                 result[target] = part.file.read(name, _within(rows, part.box))
@@ -410,11 +410,11 @@ class StoredTensors:
 
 def _overlap(boxes: Sequence[Box]) -> bool:
     """Whether any of the boxes overlap, which are sorted."""
-    for number, one in enumerate(boxes):
-        for other in islice(boxes, number + 1, None):
-            if one and other[0][0] >= one[0][1]:
+    for number, box in enumerate(boxes):
+        for later in islice(boxes, number + 1, None):
+            if box and later[0][0] >= box[0][1]:
                 break
-            if _intersection(one, other) is not None:
+            if _intersection(box, later) is not None:
                 return True
     return False
 
@@ -435,9 +435,9 @@ def _places(entry: Any, dims: int) -> bool:
     return all(are_lengths(numbers) and len(numbers) == dims for numbers in (entry[_OFFSETS], entry[_FULL]))
 
 
-def _intersection(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> Box | None:
+def _intersection(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> Box | None:
     """Return the box that lies in both; None where there is none, or an empty one."""
-    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return box if all(start < stop for start, stop in box) else None
 
 
