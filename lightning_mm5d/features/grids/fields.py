@@ -44,10 +44,10 @@ def alone(modality: Modality) -> tuple[str, str] | None:
 def _check(field: str, modality: Modality) -> None:
     mode, size, depth = modality.tensor.tp_mode, modality.tp_size, modality.tensor.tp_depth
     check_count(f"{field}.tensor.tp_depth", depth)
-    known = get_args(get_type_hints(TensorOptions)["tp_mode"])
-    if mode not in known:
-        rule = f"It is one of {', '.join(known)}"
-        raise ConfigError(f"{field}.tensor.tp_mode", mode, rule, did_you_mean(str(mode), known))
+    modes = get_args(get_type_hints(TensorOptions)["tp_mode"])
+    if mode not in modes:
+        rule = f"It is one of {', '.join(modes)}"
+        raise ConfigError(f"{field}.tensor.tp_mode", mode, rule, did_you_mean(str(mode), modes))
     if mode != "2.5d" and depth != 1:
         rule = f"It is the depth of a grid of tp_mode='2.5d', and tp_mode is {mode!r}"
         raise ConfigError(f"{field}.tensor.tp_depth", depth, rule, "Leave it unset, or use tp_mode='2.5d'")

@@ -100,7 +100,7 @@ class GridLayers(Removable):
         attentions = [path for path in division.heads if held.holds(path)]
         for path in attentions:
             module = root.get_submodule(path)
-            if not any(path.startswith(f"{other}.") for other in attentions):
+            if not any(path.startswith(f"{outer}.") for outer in attentions):
                 self.changes.callback(module.register_forward_pre_hook(self._own_rows, with_kwargs=True).remove)
             leave = partial(self._leave_heads, division.heads[path])
             self.changes.callback(module.register_forward_hook(leave, prepend=True).remove)

@@ -452,7 +452,7 @@ class _Layer:
 
     def _code(self, path: str, module: nn.Module) -> None:
         """Refuse code around attentions and linear layers that does not treat each entry by itself."""
-        inside = any(is_in(path, other) for other in self._division.heads)
+        inside = any(is_in(path, attention) for attention in self._division.heads)
         kind = type(module).__name__
         ways = {} if path in self._division.roles or self._is_adapted(path) else self._ways.get(path, {})
         columns, rows = ([name for name, way in ways.items() if way == role] for role in ("column", "row"))
@@ -480,7 +480,7 @@ class _Layer:
         """Whether a module without parameters norms the hidden state; in an attention it would norm single heads."""
         if [*module.parameters()] or not _is_of_tokens(module) or "norm" not in type(module).__name__.lower():
             return False
-        return not any(path.startswith(f"{other}.") for other in self._division.heads)
+        return not any(path.startswith(f"{attention}.") for attention in self._division.heads)
 
     def _divide(self, name: str, shard: Shard) -> None:
         self._shards[name], self._groups[name] = shard, self._group

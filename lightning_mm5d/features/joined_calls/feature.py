@@ -273,7 +273,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             self._tell(f"{name} is called alone, because inputs of neighbouring microbatches {what}")
         if group.is_late and not group.found:
             self._tell(f"{name} is called alone, because other layers of its stage are called before it")
-        mates = [at for at, (other, call) in group.found.items() if other == name and call.form == row_call.form]
+        mates = [at for at, (boundary, call) in group.found.items() if boundary == name and call.form == row_call.form]
         members, calls = [self._member, *mates], [row_call, *(group.found[at][1] for at in mates)]
         has_rows = [  # also by chance: what is proved without is no proof
             isinstance(argument, Tensor) and all(len(call.values[key]) == call.items for call in calls)

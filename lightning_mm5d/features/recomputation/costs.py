@@ -76,7 +76,7 @@ def _check_operation(field: str, operation: str) -> None:
     operations = getattr(torch.ops, namespace)
     if hasattr(operations, name):
         return
-    known = {*map(normal_name, torch._C._dispatch_get_all_op_names()), *SELECTIVE}
-    near = difflib.get_close_matches(operation, sorted(known), n=1, cutoff=0.0)[0]
+    names = {*map(normal_name, torch._C._dispatch_get_all_op_names()), *SELECTIVE}
+    near = difflib.get_close_matches(operation, sorted(names), n=1, cutoff=0.0)[0]
     rule = "torch has no operation of this name"
     raise ConfigError(f"{field}.selective", operation, rule, f"Did you mean {near!r}? 'selective' keeps {SELECTIVE}")

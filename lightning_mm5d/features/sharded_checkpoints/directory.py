@@ -393,9 +393,9 @@ class StoredTensors:
             shape = file.shape(name)
             offsets, full = ([0] * len(shape), list(shape)) if entry is None else (entry[_OFFSETS], entry[_FULL])
             box = tuple((offset, offset + length) for offset, length in zip(offsets, shape, strict=True))
-            known = self._shapes.setdefault(name, tuple(full))
+            full_shape = self._shapes.setdefault(name, tuple(full))
             parts = self._parts.setdefault(name, [])
-            if known != tuple(full) or (parts and parts[0].file.dtype(name) != file.dtype(name)):
+            if full_shape != tuple(full) or (parts and parts[0].file.dtype(name) != file.dtype(name)):
                 raise corrupt(file.path, f"its {name!r} has another shape or dtype than that of another file")
             parts.append(_Part(file, box))
 

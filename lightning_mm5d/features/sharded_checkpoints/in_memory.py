@@ -235,19 +235,19 @@ def exchange_files(folder: Path, names: Sequence[str], after: int, before: int, 
     sizes = json.dumps([[name, (folder / name).stat().st_size] for name in names]).encode()
     message = torch.frombuffer(bytearray(sizes), dtype=torch.uint8)
     length = torch.tensor([len(message)])
-    _swap(length, after, theirs := torch.empty_like(length), before, group)
-    _swap(message, after, heard := torch.empty(int(theirs), dtype=message.dtype), before, group)
+    _swap(length, after, their_length := torch.empty_like(length), before, group)
+    _swap(message, after, heard := torch.empty(int(their_length), dtype=message.dtype), before, group)
     outgoing = itertools.chain.from_iterable(_read(folder / name) for name in names)
     incoming = itertools.chain.from_iterable(_written(folder, *spec) for spec in json.loads(heard.numpy().tobytes()))
-    for sent, taken in itertools.zip_longest(outgoing, incoming):
-        _swap(sent, after, taken, before, group)
+    for sent, received in itertools.zip_longest(outgoing, incoming):
+        _swap(sent, after, received, before, group)
 
 
-def _swap(sent: Tensor | None, after: int, taken: Tensor | None, before: int, group: ProcessGroup) -> None:
+def _swap(sent: Tensor | None, after: int, received: Tensor | None, before: int, group: ProcessGroup) -> None:
     """Send one tensor and fill another one; either may be missing."""
     work = None if sent is None else dist.isend(sent, after, group=group)
-    if taken is not None:
-        dist.recv(taken, before, group=group)
+    if received is not None:
+        dist.recv(received, before, group=group)
     if work is not None:
         work.wait()
 
@@ -422,9 +422,9 @@ class HostMemory:
         name, self._manifest = (None, "") if chosen is None else chosen
         self._number = 0 if name is None else int(name)
         if nodes.is_first:
-            for other in found_in(self._folder):
-                if other != name:  # of steps that did not end on all ranks
-                    shutil.rmtree(self._folder / other, ignore_errors=True)
+            for checkpoint in found_in(self._folder):
+                if checkpoint != name:  # of steps that did not end on all ranks
+                    shutil.rmtree(self._folder / checkpoint, ignore_errors=True)
         if name is None:
             return None
         (self._folder / name).mkdir(exist_ok=True)  # on a new node, which gets the manifest later

@@ -137,7 +137,7 @@ def _shared(shards: DataShards, piece: Piece, ranks: tuple[int, ...]) -> Iterato
         if low < high:
             box = with_range(piece.box, rows.dim, (start + low - first, start + high - first))
             part = replace(piece, box=box, local=with_range(piece.local, rows.dim, (low, high)))
-            yield part, tuple(rank for rank, other in owned.items() if other.place == place)
+            yield part, tuple(rank for rank, rank_rows in owned.items() if rank_rows.place == place)
 
 
 def _own_rows(shard: Shard, index: int) -> list[tuple[Range, Range]]:
@@ -286,9 +286,9 @@ class OwnShards:
 
     def name_of(self, value: Tensor) -> str | None:
         """Return the first name of the module's tensor that `value` is, or stands for; None for any other tensor."""
-        known = self._by_identity.get(id(value))
-        if known is not None or is_remote(value) or not value.numel():
-            return known
+        name = self._by_identity.get(id(value))
+        if name is not None or is_remote(value) or not value.numel():
+            return name
         return self._by_memory.get(_memory(value))
 
     @cached_property

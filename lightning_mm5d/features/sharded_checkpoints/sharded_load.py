@@ -77,9 +77,9 @@ class SavedWeights(MutableMapping[str, Any]):
 
     def copy(self) -> SavedWeights:
         """Return another one with the same values, which changes by itself."""
-        other = SavedWeights(self._source, self._set)
-        other._names = dict(self._names)
-        return other
+        copy = SavedWeights(self._source, self._set)
+        copy._names = dict(self._names)
+        return copy
 
     def extra(self) -> dict[str, Any]:
         """Return the values that are no tensors."""

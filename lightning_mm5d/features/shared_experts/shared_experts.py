@@ -159,8 +159,8 @@ class SharedExperts(Removable):
             held = [self._held(root, layer, place, groups[layer.path]) for place, layer in enumerate(stage_layers)]
             if held:
                 self._stages[stage] = held
-                most = max(layer.number for layer in held)
-                self._rounds[stage] = Rounds(held[0].groups.host, most, self._serve)
+                max_experts = max(layer.number for layer in held)
+                self._rounds[stage] = Rounds(held[0].groups.host, max_experts, self._serve)
             for layer in held:
                 layer.overlaps = not is_compiled and has_shared_expert(root, layer.path)
                 for number, module in enumerate(layer.called):
@@ -421,18 +421,18 @@ class SharedExperts(Removable):
         layer = self._stages[self._stage][chosen.layer]
         assert self._context is not None
         if chosen.kind == FORWARD:
-            none = torch.empty(0, chosen.width, dtype=DTYPES[chosen.dtype], device=self._device)
+            no_rows = torch.empty(0, chosen.width, dtype=DTYPES[chosen.dtype], device=self._device)
             states = torch_states(self._device)
             with self._context():
-                self._run_forward(layer, this_round, none)[0].wait()
+                self._run_forward(layer, this_round, no_rows)[0].wait()
             if not self._is_forward and not all(map(torch.equal, states, torch_states(self._device))):
                 rule = "This rank's own step skips the layer, so nothing restores what its experts have drawn"
                 fix = "Leave out dropout in experts, or recomputation of these layers"
                 raise ConfigError(layer.path, "dropout in experts of a layer that is computed again", rule, fix)
             return
         record = next(record for record in self._flight.records[layer.place] if record.number == chosen.number)
-        none = record.rows.new_zeros(sum(record.lengths.sent), record.rows.shape[1])
-        self._run_backward(layer, this_round, none, record).end()
+        no_rows = record.rows.new_zeros(sum(record.lengths.sent), record.rows.shape[1])
+        self._run_backward(layer, this_round, no_rows, record).end()
 
 
 def _full(tensor: Tensor) -> Tensor:

@@ -96,15 +96,15 @@ class Rounds:
 
     Args:
         group: these ranks, with messages in host memory.
-        most: the largest number of experts of a layer.
+        max_experts: the largest number of experts of a layer.
         serve: does what others want.
 
     Attributes:
         place: of this rank in the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, most: int, serve: Callable[[Round], None]) -> None:
-        self._group, self._most, self._serve = group, most, serve
+    def __init__(self, group: dist.ProcessGroup, max_experts: int, serve: Callable[[Round], None]) -> None:
+        self._group, self._max_experts, self._serve = group, max_experts, serve
         self._size, self.place = dist.get_world_size(group), dist.get_rank(group)
 
     def reach(self, wish: Wish, *, forward: bool) -> Round | None:
@@ -122,9 +122,9 @@ class Rounds:
             if all(wish.kind == END for wish in wishes):
                 return None
             chosen = min((wish for wish in wishes if wish.kind != END), key=_order(forward))
-            same = [wish for wish in wishes if wish[:3] == chosen[:3]]
+            agreeing = [wish for wish in wishes if wish[:3] == chosen[:3]]
             counts = tuple(wish.counts if wish[:3] == chosen[:3] else (0,) * len(chosen.counts) for wish in wishes)
-            trains, wants = (any(getattr(wish, name) for wish in same) for name in ("trains", "wants"))
+            trains, wants = (any(getattr(wish, name) for wish in agreeing) for name in ("trains", "wants"))
             wishing = frozenset(place for place, wish in enumerate(wishes) if wish[:3] == chosen[:3])
             calls = tuple((wish.expert, wish.batch) if wish[:3] == chosen[:3] else (0, 0) for wish in wishes)
             this_round = Round(chosen, trains, wants, counts, wishing, calls)
@@ -139,7 +139,7 @@ class Rounds:
         return bool(wishes)
 
     def _exchanged(self, wish: Wish, forward: bool) -> list[Wish]:
-        counts = [*wish.counts, *[0] * (self._most - len(wish.counts))]
+        counts = [*wish.counts, *[0] * (self._max_experts - len(wish.counts))]
         sent = torch.tensor([int(forward), *wish[:_FIELDS], *counts])
         came = sent.new_empty(self._size * len(sent))
         all_gather_single(came, sent, group=self._group)
