@@ -66,17 +66,17 @@ class EncoderState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the parameters and buffers that the module has now, by their names in the LightningModule."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name in self._owned:
-            owner, _, own = name.rpartition(".")
-            tensor = getattr(self._root.get_submodule(owner), own, None)
+            owner, _, attribute = name.rpartition(".")
+            tensor = getattr(self._root.get_submodule(owner), attribute, None)
             if isinstance(tensor, Tensor):
-                found[name] = tensor
+                tensors[name] = tensor
         for path, module in self._modules():
             if path not in self._mixed:
                 held = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-                found |= {f"{path}.{name}": tensor for name, tensor in held}
-        return found
+                tensors |= {f"{path}.{name}": tensor for name, tensor in held}
+        return tensors
 
     def fingerprint(self) -> str:
         """Return a digest that is equal for equal states.
@@ -142,25 +142,25 @@ class EncoderState:
         values["training"] = module.training
         if path in self._mixed:
             values = {name: value for name, value in values.items() if name in self._names()}
-        found = []
+        named_contents = []
         for name, value in values.items():
             try:
-                found.append((name, contents.of(value)))
+                named_contents.append((name, contents.of(value)))
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}.{name}".lstrip(".") + f" holds {error}") from None
-        return found
+        return named_contents
 
     def _names(self) -> frozenset[str]:
         """Return all names in the code of the boundary, and in the code of the methods and functions that it calls."""
         if self._named is None:
             inside = self._root.get_submodule(self._path).named_modules(prefix=self._path)
-            types = {type(one) for path, one in inside if path == self._path or path in self._inside & self._mixed}
+            types = {type(part) for path, part in inside if path == self._path or path in self._inside & self._mixed}
             self._named = frozenset(_names_in(types, self._method))
         return self._named
 
     def _other_module(self, module: nn.Module) -> Any:
         """What stands for a module that an attribute holds: its path, or what it holds where it has none."""
-        path = next((path for path, one in self._root.named_modules() if one is module), None)
+        path = next((path for path, candidate in self._root.named_modules() if candidate is module), None)
         if path is not None:
             return "module", path
         if id(module) not in self._others:
@@ -185,18 +185,18 @@ def is_bookkeeping(module: nn.Module, name: str) -> bool:
 
 def _paths_to(names: Iterable[str]) -> frozenset[str]:
     """The paths of all modules that hold these tensors."""
-    found = {""} if names else set[str]()
+    paths = {""} if names else set[str]()
     for name in names:
         while name := name.rpartition(".")[0]:
-            found.add(name)
-    return frozenset(found)
+            paths.add(name)
+    return frozenset(paths)
 
 
 def _names_in(types: Iterable[type], method: str) -> set[str]:
     """The names that `method` uses, and those that the methods of `types` and functions of these names use."""
-    classes = {base for one in types for base in one.__mro__}
-    found, followed = {method}, set[FunctionType]()
-    todo = [vars(one).get(method) for one in classes]
+    classes = {base for cls in types for base in cls.__mro__}
+    used_names, followed = {method}, set[FunctionType]()
+    todo = [vars(cls).get(method) for cls in classes]
     while todo:
         value = todo.pop()
         function = function_of(getattr(value, "fget", getattr(value, "func", value)))  # of properties
@@ -204,18 +204,18 @@ def _names_in(types: Iterable[type], method: str) -> set[str]:
             continue
         followed.add(function)
         names = set(_names_of(function.__code__))
-        found |= names
-        todo += [vars(one).get(name) for one in classes for name in names]
-        known = [function.__globals__.get(name) for name in names]
-        todo += known
-        todo += [vars(one).get(name) for one in known if isinstance(one, ModuleType) for name in names]
-    return found
+        used_names |= names
+        todo += [vars(cls).get(name) for cls in classes for name in names]
+        referenced = [function.__globals__.get(name) for name in names]
+        todo += referenced
+        todo += [vars(module).get(name) for module in referenced if isinstance(module, ModuleType) for name in names]
+    return used_names
 
 
 def _names_of(code: CodeType) -> Iterator[str]:
     for each in codes_in(code):
         yield from each.co_names
-        yield from (one for one in each.co_consts if isinstance(one, str))  # of getattr
+        yield from (constant for constant in each.co_consts if isinstance(constant, str))  # of getattr
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format, range)
@@ -261,7 +261,7 @@ class Contents:
         if type(value) is list:
             return "list", *map(self.of, value)
         if type(value) is dict:
-            return "dict", *((self.of(key), self.of(one)) for key, one in value.items())
+            return "dict", *((self.of(key), self.of(entry)) for key, entry in value.items())
         if isinstance(value, FunctionType):
             return self._function(value)
         if isinstance(value, (MethodType, BuiltinFunctionType)):
@@ -282,20 +282,20 @@ class Contents:
         )
 
     def _code(self, code: CodeType) -> Any:
-        constants = [self._code(one) if isinstance(one, CodeType) else self.of(one) for one in code.co_consts]
+        constants = [self._code(const) if isinstance(const, CodeType) else self.of(const) for const in code.co_consts]
         return code.co_code, code.co_names, code.co_varnames, tuple(constants)
 
     def _copied(self, value: Any) -> Any:
         """The content of an object, by the protocol of `copy`."""
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         try:
-            known = copyreg.dispatch_table.get(type(value))
-            taken = value.__reduce_ex__(2) if known is None else known(value)
+            reducer = copyreg.dispatch_table.get(type(value))
+            reduced = value.__reduce_ex__(2) if reducer is None else reducer(value)
         except Exception as error:
             raise ValueError(f"a value of type {name}, whose content cannot be known ({error})") from None
-        if isinstance(taken, str):
-            return name, taken
-        parts = [list(one) if index > 2 and one is not None else one for index, one in enumerate(taken)]
+        if isinstance(reduced, str):
+            return name, reduced
+        parts = [list(part) if index > 2 and part is not None else part for index, part in enumerate(reduced)]
         return name, *map(self.of, parts)
 
 

@@ -96,8 +96,8 @@ class CachedFeatures(Removable):
             files = FeatureFiles(modality.memory.cache_features, f"modalities.{name}.memory.cache_features")
             self.changes.callback(files.close)
             for boundary in runtime.partition.encoders[name].boundaries:
-                found = used_fields(runtime.root, boundary.path, boundary.method)
-                runtime.wanted.setdefault(boundary.name, found)
+                fields = used_fields(runtime.root, boundary.path, boundary.method)
+                runtime.wanted.setdefault(boundary.name, fields)
                 self._patch(_CachedCall(runtime, name, boundary, files, device), boundary)
 
     def _patch(self, cached: _CachedCall, boundary: Boundary) -> None:
@@ -115,7 +115,7 @@ class CachedFeatures(Removable):
 
 
 @dataclass(frozen=True)
-class _Alone:
+class _Single:
     """What a single item gives: description of the result, and the rows of its tensors by the item's size."""
 
     description: Any
@@ -134,7 +134,7 @@ class _CachedCall:
         owned = [name for name in runtime.partition.owners if modality in runtime.partition.users(name)]
         self._state = EncoderState(runtime.root, boundary.path, boundary.method, owned, device)
         # what one item gives, by the structure of a call; None where calls are kept as wholes
-        self._alone: dict[Hashable, _Alone | None] = {}
+        self._singles: dict[Hashable, _Single | None] = {}
         self._warned = False
 
     def __call__(self, original: Compute, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -146,47 +146,51 @@ class _CachedCall:
             description = packer.describe([args, kwargs])
         except ValueError as error:
             raise self._refused(f"Its arguments must have a content to know them by, and {error}") from None
-        given = packer.tensors
-        if any(map(is_remote, given)) or self._runtime.guard.is_dry or self._is_trained():
+        inputs = packer.tensors
+        if any(map(is_remote, inputs)) or self._runtime.guard.is_dry or self._is_trained():
             return original(*args, **kwargs)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
             raise self._refused("An input of the encoder needs a gradient through it")
         call = json.dumps([_FORMAT, self._fingerprint(), self._boundary.name, self._fields(), description])
-        structure = call, *((tensor.dtype, tensor.shape[1:]) for tensor in given)
+        structure = call, *((tensor.dtype, tensor.shape[1:]) for tensor in inputs)
         items = None
-        if self._alone.get(structure, True) is not None:
-            items = items_of([*description["l"][0]["u"], *(one for _, one in description["l"][1]["d"])], given)
-        parts: list[Any] = []
+        if self._singles.get(structure, True) is not None:
+            items = items_of([*description["l"][0]["u"], *(node for _, node in description["l"][1]["d"])], inputs)
+        cached_parts: list[Any] = []
         if items is not None:
-            parts = [self._files.read(key) for key in _item_keys(call, given, items)]
-            found = self._joined(parts)
-            if found is not None:
-                return found
-        found = self._files.read(_key("call", call, given))
-        if found is not None:
-            return self._on_device(*found)
+            cached_parts = [self._files.read(key) for key in _item_keys(call, inputs, items)]
+            cached = self._joined(cached_parts)
+            if cached is not None:
+                return cached
+        cached = self._files.read(_key("call", call, inputs))
+        if cached is not None:
+            return self._on_device(*cached)
         result = self._computed(original, args, kwargs)
         whole, tensors = self._described(result)
-        own = None
-        if items is not None and (structure in self._alone or len(self._alone) < _MOST_STRUCTURES):
+        item_parts = None
+        if items is not None and (structure in self._singles or len(self._singles) < _MOST_STRUCTURES):
 
             def encoded(item: int) -> Any:
-                arguments = rebuild(description, [part_of_inputs(tensor, items, item) for tensor in given])
+                arguments = rebuild(description, [part_of_inputs(tensor, items, item) for tensor in inputs])
                 return self._described(self._computed(original, *arguments))
 
-            alone = self._alone[structure] = self._measured(self._alone.get(structure), whole, tensors, encoded, items)
-            own = None if alone is None else _or_none(_parts, whole, tensors, alone, items)
-        if items is None or own is None:
-            self._write(_key("call", call, given), whole, tensors)
+            single = self._singles[structure] = self._measured(
+                self._singles.get(structure), whole, tensors, encoded, items
+            )
+            item_parts = None if single is None else _or_none(_parts, whole, tensors, single, items)
+        if items is None or item_parts is None:
+            self._write(_key("call", call, inputs), whole, tensors)
             return result
-        for key, part, read in zip(_item_keys(call, given, items), own, parts, strict=True):
+        for key, part, read in zip(_item_keys(call, inputs, items), item_parts, cached_parts, strict=True):
             if read is None:
                 self._write(key, *part)
         return result
 
     def _is_trained(self) -> bool:
         """Whether somebody has begun to train the encoder; its features are computed then."""
-        trained = any(isinstance(one, nn.Parameter) and one.requires_grad for one in self._state.tensors().values())
+        trained = any(
+            isinstance(tensor, nn.Parameter) and tensor.requires_grad for tensor in self._state.tensors().values()
+        )
         if trained and not self._warned:
             self._warned = True
             warnings.warn(
@@ -230,8 +234,8 @@ class _CachedCall:
             )
         names = [
             name
-            for name, (one, version) in self._buffers().items()
-            if name not in buffers or buffers[name][0] is not one or buffers[name][1] != version
+            for name, (buffer, version) in self._buffers().items()
+            if name not in buffers or buffers[name][0] is not buffer or buffers[name][1] != version
         ]
         if names:
             raise self._refused(
@@ -250,28 +254,28 @@ class _CachedCall:
         return result
 
     def _described(self, result: Any) -> tuple[Any, list[Tensor]]:
-        packer, kept = Packer(), self._runtime.read_fields(self._boundary.name, result)
-        for value in kept.values() if isinstance(kept, Mapping) else ():
+        packer, features = Packer(), self._runtime.read_fields(self._boundary.name, result)
+        for value in features.values() if isinstance(features, Mapping) else ():
             if isinstance(value, NotSent):
                 raise self._refused(f"Its result must be one that files can hold, and it has {value.what.rstrip(',')}")
         try:
-            described = packer.describe(kept)
+            described = packer.describe(features)
         except ValueError as error:
             raise self._refused(f"Its result must be one that files can hold, and {error}") from None
         return described, packer.tensors
 
     def _buffers(self) -> dict[str, tuple[Tensor, int]]:
         """The buffers that there are now, and how often each has been written."""
-        found = self._state.tensors().items()
-        return {name: (one, version_of(one)) for name, one in found if not isinstance(one, nn.Parameter)}
+        tensors = self._state.tensors().items()
+        return {name: (tensor, version_of(tensor)) for name, tensor in tensors if not isinstance(tensor, nn.Parameter)}
 
     def _updates(self) -> list[int]:
         """How often each metric has been updated."""
-        return [one.update_count for one in self.module.modules() if is_metric(one)]
+        return [module.update_count for module in self.module.modules() if is_metric(module)]
 
     def _measured(
-        self, known: _Alone | None, whole: Any, tensors: list[Tensor], encoded: Callable[[int], Any], items: Items
-    ) -> _Alone | None:
+        self, known: _Single | None, whole: Any, tensors: list[Tensor], encoded: Callable[[int], Any], items: Items
+    ) -> _Single | None:
         """Encode an item of each size that is not `known` yet, the last of it.
 
         Returns:
@@ -285,21 +289,21 @@ class _CachedCall:
                 description, shown[item] = encoded(item)
             except Exception:  # code that takes no single item, in any way
                 return None
-            known = known or _Alone(description, rows)
+            known = known or _Single(description, rows)
             if description != known.description:
                 return None
             rows[size] = [len(tensor) if tensor.dim() else 0 for tensor in shown[item]]
         if known is None or not new:
             return known
-        alone = _Alone(known.description, rows)
-        parts = _or_none(_parts, whole, tensors, alone, items)
+        single = _Single(known.description, rows)
+        parts = _or_none(_parts, whole, tensors, single, items)
         if parts is None:
             return None
-        for item, own in shown.items():
+        for item, single_tensors in shown.items():
             part = parts[item][1]
-            if len(part) != len(own) or not all(map(_is_close, own, part)):
+            if len(part) != len(single_tensors) or not all(map(_is_close, single_tensors, part)):
                 return None
-        return alone
+        return single
 
     def _joined(self, parts: Sequence[tuple[Any, list[Tensor]] | None]) -> Any:
         """Return the result of which every item has been read; None where one is missing, or unlike the others."""
@@ -327,10 +331,10 @@ class _CachedCall:
         return ConfigError(self._field, self._boundary.name, rule, fix)
 
 
-def _parts(whole: Any, tensors: list[Tensor], alone: _Alone, items: Items) -> list[tuple[Any, list[Tensor]]]:
+def _parts(whole: Any, tensors: list[Tensor], single: _Single, items: Items) -> list[tuple[Any, list[Tensor]]]:
     """Return the part of each item; raise DividedError where a result has none."""
-    part = part_of_result(whole, alone.description, items)
-    rows = [alone.rows[items.size(item)] for item in range(items.count)]
+    part = part_of_result(whole, single.description, items)
+    rows = [single.rows[items.size(item)] for item in range(items.count)]
     return [take(part, tensors, items, item, rows) for item in range(items.count)]
 
 
@@ -341,15 +345,15 @@ def _or_none(function: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
-def _is_close(one: Tensor, other: Tensor) -> bool:
+def _is_close(actual: Tensor, expected: Tensor) -> bool:
     """Whether two results are equal but for rounding."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    off = max(torch.finfo(one.dtype).eps ** 0.5, _MOST_OFF)
-    one, other = one.double(), other.double()
-    return bool((one - other).abs().max() <= off * other.abs().max()) if one.numel() else True
+    if not actual.is_floating_point():
+        return torch.equal(actual, expected)
+    off = max(torch.finfo(actual.dtype).eps ** 0.5, _MOST_OFF)
+    actual, expected = actual.double(), expected.double()
+    return bool((actual - expected).abs().max() <= off * expected.abs().max()) if actual.numel() else True
 
 
 def _key(kind: str, call: str, tensors: Sequence[Tensor]) -> str:
@@ -411,11 +415,13 @@ class FeatureFiles:
             ValueError: a dtype or layout that no safetensors file can hold.
             OSError: the folder may not be written.
         """
-        if not tensors or not all(one.is_cuda and one.layout == torch.strided for one in tensors):
+        if not tensors or not all(tensor.is_cuda and tensor.layout == torch.strided for tensor in tensors):
             self._write(key, description, tensors)
         elif self._writes:
-            lay_out({str(index): (one.dtype, tuple(one.shape)) for index, one in enumerate(tensors)})
-            copies = [torch.empty(one.shape, dtype=one.dtype, device="cpu", pin_memory=True) for one in tensors]
+            lay_out({str(index): (tensor.dtype, tuple(tensor.shape)) for index, tensor in enumerate(tensors)})
+            copies = [
+                torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True) for tensor in tensors
+            ]
             for copy, tensor in zip(copies, tensors, strict=True):  # what is written to features later comes after it
                 copy.copy_(tensor.detach(), non_blocking=True)
             event = torch.cuda.current_stream(tensors[0].device).record_event()
@@ -497,7 +503,7 @@ class CacheFeatures(Feature):
                 if (
                     part.training
                     and (is_random or isinstance(part, _BATCH_NORMS))
-                    and any(is_in(path, one) for one in owns)
+                    and any(is_in(path, owned_path) for owned_path in owns)
                 ):
                     where = f"{path} ({type(part).__name__})"
                     rule = f"{where} is in training mode, and gives an image other features each time"

@@ -54,20 +54,20 @@ class Items:
         """Return what items have in common that give equal numbers of rows."""
         return () if self.table is None else self.table[item]
 
-    def bounds(self, rows: int, own: Sequence[int], item: int) -> tuple[int, int]:
+    def bounds(self, rows: int, item_rows: Sequence[int], item: int) -> tuple[int, int]:
         """Return first row and end of an item in a tensor of a result.
 
         Args:
             rows: of the tensor.
-            own: rows of this tensor in the results for each item alone.
+            item_rows: rows of this tensor in the results for each item alone.
             item: its number.
 
         Raises:
             DividedError: the tensor has other rows than all items together, or more than one for each without a table.
         """
-        if sum(own) != rows or (self.table is None and rows != self.count):
+        if sum(item_rows) != rows or (self.table is None and rows != self.count):
             raise DividedError
-        ends = [0, *accumulate(own)]
+        ends = [0, *accumulate(item_rows)]
         return ends[item], ends[item + 1]
 
 
@@ -129,7 +129,7 @@ def _may_count(node: Any, count: int, listed: bool = False) -> bool:
     if "d" in node:
         return any(_may_count(value, count, listed) for _, value in node["d"])
     entries = next((node[kind] for kind in ("l", "u", "s") if kind in node), ())
-    return len(entries) == count or any(_may_count(one, count, True) for one in entries)
+    return len(entries) == count or any(_may_count(entry, count, True) for entry in entries)
 
 
 def part_of_inputs(tensor: Tensor, items: Items, item: int) -> Tensor:
@@ -142,50 +142,50 @@ def part_of_inputs(tensor: Tensor, items: Items, item: int) -> Tensor:
     return tensor[start : start + items.packed[item]]
 
 
-def part_of_result(whole: Any, alone: Any, items: Items) -> Any:
+def part_of_result(whole: Any, single: Any, items: Items) -> Any:
     """Return the description of the part of each item.
 
     Args:
         whole: description of the result for all items.
-        alone: description of the result for the last item.
+        single: description of the result for the last item.
         items: of the call.
 
     Raises:
         DividedError: the results differ by more than their rows.
     """
-    if not (isinstance(whole, dict) and isinstance(alone, dict)):
-        if whole != alone:
+    if not (isinstance(whole, dict) and isinstance(single, dict)):
+        if whole != single:
             raise DividedError
         return whole
-    if whole.keys() != alone.keys() or whole.get("c") != alone.get("c"):
+    if whole.keys() != single.keys() or whole.get("c") != single.get("c"):
         raise DividedError
     if "t" in whole:
-        return {"t": whole["t"], "rows": alone["t"]}
-    found = dict(whole)
+        return {"t": whole["t"], "rows": single["t"]}
+    part = dict(whole)
     if "d" in whole:
-        pairs = list(zip(whole["d"], alone["d"], strict=False))
-        if len(whole["d"]) != len(alone["d"]) or any(one[0] != other[0] for one, other in pairs):
+        pairs = list(zip(whole["d"], single["d"], strict=False))
+        if len(whole["d"]) != len(single["d"]) or any(field[0] != single_field[0] for field, single_field in pairs):
             raise DividedError
-        found["d"] = [[one[0], part_of_result(one[1], other[1], items)] for one, other in pairs]
-        return found
+        part["d"] = [[field[0], part_of_result(field[1], single_field[1], items)] for field, single_field in pairs]
+        return part
     for kind in ("l", "u"):
         if kind not in whole:
             continue
-        ours, theirs = whole[kind], alone[kind]
-        if len(ours) == len(theirs):
-            found[kind] = [part_of_result(one, other, items) for one, other in zip(ours, theirs, strict=True)]
-            return found
-        if len(ours) == items.count and len(theirs) == 1 and "c" not in whole:
-            if not all(isinstance(one, dict) and "t" in one for one in (*ours, *theirs)):
+        entries, singles = whole[kind], single[kind]
+        if len(entries) == len(singles):
+            part[kind] = [part_of_result(entry, single, items) for entry, single in zip(entries, singles, strict=True)]
+            return part
+        if len(entries) == items.count and len(singles) == 1 and "c" not in whole:
+            if not all(isinstance(entry, dict) and "t" in entry for entry in (*entries, *singles)):
                 raise DividedError
-            return {kind: ours, "items": True}
-    if whole != alone:
+            return {kind: entries, "items": True}
+    if whole != single:
         raise DividedError
-    return found
+    return part
 
 
 def take(
-    part: Any, tensors: Sequence[Tensor], items: Items, item: int, alone: Sequence[Sequence[int]]
+    part: Any, tensors: Sequence[Tensor], items: Items, item: int, item_lengths: Sequence[Sequence[int]]
 ) -> tuple[Any, list[Tensor]]:
     """Return an item's part of a result: its description, and its tensors.
 
@@ -194,19 +194,19 @@ def take(
         tensors: of the result.
         items: of the call.
         item: its number.
-        alone: the rows of all tensors in the results for each item alone.
+        item_lengths: the rows of all tensors in the results for each item alone.
     """
     places: dict[tuple[int, int | None], int] = {}
-    found: list[Tensor] = []
+    part_tensors: list[Tensor] = []
 
     def add(index: int, rows: int | None) -> int:
         if (index, rows) not in places:
-            places[index, rows] = len(found)
+            places[index, rows] = len(part_tensors)
             tensor = tensors[index]
             if rows is not None and tensor.dim():
-                start, stop = items.bounds(len(tensor), [one[rows] for one in alone], item)
+                start, stop = items.bounds(len(tensor), [lengths[rows] for lengths in item_lengths], item)
                 tensor = tensor[start:stop]
-            found.append(tensor)
+            part_tensors.append(tensor)
         return places[index, rows]
 
     def rows_of(node: Any) -> Any:
@@ -215,7 +215,7 @@ def take(
     def one_of(kind: str, entries: Any) -> Any:
         return {kind: [{"t": add(entries[item]["t"], None)}], "items": True}
 
-    return _replaced(part, rows_of, one_of), found
+    return _replaced(part, rows_of, one_of), part_tensors
 
 
 def join(part: Any, tensors: Sequence[Sequence[Tensor]]) -> tuple[Any, list[Tensor]]:
@@ -229,22 +229,22 @@ def join(part: Any, tensors: Sequence[Sequence[Tensor]]) -> tuple[Any, list[Tens
         DividedError: numbers that all items share are unequal.
     """
     places: dict[tuple[int, int], int] = {}
-    found: list[Tensor] = []
+    joined: list[Tensor] = []
 
     def add(index: int, item: int) -> dict[str, int]:
         """`item` is -1 for the rows of all items."""
         if (index, item) not in places:
-            places[index, item] = len(found)
-            rows = [one[index] for one in tensors] if item < 0 else [tensors[item][index]]
-            if item < 0 and not rows[0].dim() and not all(torch.equal(one, rows[0]) for one in rows):
+            places[index, item] = len(joined)
+            rows = [item_tensors[index] for item_tensors in tensors] if item < 0 else [tensors[item][index]]
+            if item < 0 and not rows[0].dim() and not all(torch.equal(tensor, rows[0]) for tensor in rows):
                 raise DividedError
-            found.append(torch.cat(rows) if item < 0 and rows[0].dim() else rows[0])
+            joined.append(torch.cat(rows) if item < 0 and rows[0].dim() else rows[0])
         return {"t": places[index, item]}
 
     def all_of(kind: str, entries: Any) -> Any:
         return {kind: [add(entries[0]["t"], item) for item in range(len(tensors))]}
 
-    return _replaced(part, lambda node: add(node["t"], -1), all_of), found
+    return _replaced(part, lambda node: add(node["t"], -1), all_of), joined
 
 
 def _replaced(node: Any, rows: Callable[[Any], Any], entries: Callable[[str, Any], Any]) -> Any:
@@ -258,5 +258,5 @@ def _replaced(node: Any, rows: Callable[[Any], Any], entries: Callable[[str, Any
         return entries(kind, node[kind])
     if "d" in node:
         return {**node, "d": [[key, _replaced(value, rows, entries)] for key, value in node["d"]]}
-    lists = {key: [_replaced(one, rows, entries) for one in node[key]] for key in ("l", "u") if key in node}
+    lists = {key: [_replaced(entry, rows, entries) for entry in node[key]] for key in ("l", "u") if key in node}
     return node | lists

@@ -29,21 +29,21 @@ def check(fields: Mapping[str, Any]) -> None:
 
 
 def _check(name: str, modality: Modality, *, is_encoder: bool, unlike: str | None) -> None:
-    said, where = modality.memory.cache_features, f"modalities.{name}.memory.cache_features"
-    if not isinstance(said, str) or not said.strip():
+    folder, where = modality.memory.cache_features, f"modalities.{name}.memory.cache_features"
+    if not isinstance(folder, str) or not folder.strip():
         rule = "It is the folder in which features are kept"
-        raise ConfigError(where, said, rule, "Use a path such as 'features/vision', or leave it unset")
+        raise ConfigError(where, folder, rule, "Use a path such as 'features/vision', or leave it unset")
     if not is_encoder:
         rule = "It keeps what a frozen encoder gives to the language model, and this modality is no such encoder"
-        raise ConfigError(where, said, rule, "Leave it unset here")
+        raise ConfigError(where, folder, rule, "Leave it unset here")
     sizes = {"tp_size": modality.tp_size, "cp_size": modality.cp_size, "ep_size": modality.ep_size}
     for size_name, size in {**sizes, "pp_size": modality.num_cuts}.items():
         if size > 1:
             rule = f"Each rank looks features up by itself, and {size_name} has {size} ranks compute them together"
-            raise ConfigError(where, said, rule, f"Use {size_name}=1, with dp_size for speed, or leave it unset")
+            raise ConfigError(where, folder, rule, f"Use {size_name}=1, with dp_size for speed, or leave it unset")
     if modality.shared_stage == 3:
         rule = "Each rank looks features up by itself, and with zero_stage=3 ranks share the parameters of the encoder"
-        raise ConfigError(where, said, rule, "Use offload='parameters' to save memory, or leave it unset")
+        raise ConfigError(where, folder, rule, "Use offload='parameters' to save memory, or leave it unset")
     if unlike is not None:
         rule = f"It does not go with unlike pipelines (modalities.{unlike}.pipeline.pipelines)"
-        raise ConfigError(where, said, rule, "Leave it unset")
+        raise ConfigError(where, folder, rule, "Leave it unset")

@@ -96,10 +96,10 @@ class GridShape:
 
     def lines(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """Return the indices of the ranks of every line along an axis."""
-        found: dict[Place, list[int]] = {}
+        lines: dict[Place, list[int]] = {}
         for index, place in enumerate(self.places):
-            found.setdefault(place._replace(**{axis: 0}), []).append(index)
-        return tuple(map(tuple, found.values()))
+            lines.setdefault(place._replace(**{axis: 0}), []).append(index)
+        return tuple(map(tuple, lines.values()))
 
     def column_axis(self, side: Side) -> Axis:
         """Return the axis over which columns are split."""
@@ -188,9 +188,9 @@ class Frame:
     def own_rows(self, full: Tensor, index: int | None = None) -> Tensor:
         """Return a rank's rows of what has one for each sample, by default this rank's; a view where none is a copy."""
         start, stop = self.shape.rows(self.side, self.group.index if index is None else index, self.rows)
-        own = full[start:stop]
-        copies = stop - start - len(own)
-        return torch.cat([own, full[:1].expand(copies, *full.shape[1:])]) if copies else own
+        rows = full[start:stop]
+        copies = stop - start - len(rows)
+        return torch.cat([rows, full[:1].expand(copies, *full.shape[1:])]) if copies else rows
 
     def place(self, index: int) -> tuple[Range, Range]:
         """Return the rows and the columns of a rank."""
@@ -204,9 +204,9 @@ class Frame:
 
     def own_gradient(self, full: Tensor) -> Tensor:
         """Return the gradient of this rank's block, given that of the full tensor: zero for copies."""
-        own = self.local_of(full).clone(memory_format=torch.contiguous_format)
-        own[max(self.samples - self.place(self.group.index)[0][0], 0) :] = 0
-        return own
+        gradient = self.local_of(full).clone(memory_format=torch.contiguous_format)
+        gradient[max(self.samples - self.place(self.group.index)[0][0], 0) :] = 0
+        return gradient
 
     def gathered(self, local: Tensor) -> Tensor:
         """Return the full tensor, outside of autograd's graph."""
@@ -215,10 +215,10 @@ class Frame:
         full = local.new_empty(full_shape)
         of_rows = replace(self, samples=self.rows)
         views = [of_rows.local_of(full, index) for index in range(self.group.size)]
-        lengths = [one.numel() for one in views]
+        lengths = [view.numel() for view in views]
         flat = self.group.gather(local.detach().reshape(-1), 0, lengths, exact=True)
-        for one, part in zip(views, flat.split(lengths), strict=True):
-            one.copy_(part.view(one.shape))
+        for view, part in zip(views, flat.split(lengths), strict=True):
+            view.copy_(part.view(view.shape))
         return full[: self.samples].contiguous()
 
     def wrapped(self, local: Tensor) -> Block:

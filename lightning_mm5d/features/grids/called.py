@@ -63,15 +63,15 @@ def around(module: nn.Module, columns: Collection[str], rows: Collection[str]) -
         tree = tree_of(function)
         if tree is None:
             break
-        own = tree.args.args[0].arg if tree.args.args else None
-        uses = [node for node in ast.walk(tree) if _is_of(node, own, ways.columns | ways.rows)]
+        self_name = tree.args.args[0].arg if tree.args.args else None
+        uses = [node for node in ast.walk(tree) if _is_of(node, self_name, ways.columns | ways.rows)]
         later = next_method(type(module), function, "forward")
         is_wrapper = any(is_super(node) for node in ast.walk(tree))
         if not uses and not is_wrapper:
             break
-        for node in _around(tree, own, uses, ways):
+        for node in _around(tree, self_name, uses, ways):
             if not is_super(node):
-                reader.visit(node, _Place(function, module, own))
+                reader.visit(node, _Place(function, module, self_name))
         function = None if uses else later
     return frozenset(reader.found)
 
@@ -91,25 +91,25 @@ def _users(module: nn.Module, names: Collection[str]) -> frozenset[str]:
         for name, function in own_functions(cls)
         if name != "forward" and _is_read(function, is_method=True) and (tree := tree_of(function)) is not None
     }
-    found, size = {*names}, 0
-    while size < len(found):
-        size = len(found)
-        found |= {
+    users, size = {*names}, 0
+    while size < len(users):
+        size = len(users)
+        users |= {
             name
             for name, tree in trees.items()
-            if tree.args.args and any(_is_of(node, tree.args.args[0].arg, found) for node in ast.walk(tree))
+            if tree.args.args and any(_is_of(node, tree.args.args[0].arg, users) for node in ast.walk(tree))
         }
-    return frozenset(found)
+    return frozenset(users)
 
 
-def _is_of(node: ast.AST, own: str | None, names: Collection[str]) -> bool:
+def _is_of(node: ast.AST, self_name: str | None, names: Collection[str]) -> bool:
     """Whether a node is ``self.name`` for one of the names."""
     if not isinstance(node, ast.Attribute) or node.attr not in names:
         return False
-    return isinstance(node.value, ast.Name) and node.value.id == own
+    return isinstance(node.value, ast.Name) and node.value.id == self_name
 
 
-def _around(tree: ast.FunctionDef, own: str | None, uses: Sequence[ast.AST], ways: _Ways) -> Iterator[ast.AST]:
+def _around(tree: ast.FunctionDef, self_name: str | None, uses: Sequence[ast.AST], ways: _Ways) -> Iterator[ast.AST]:
     """Yield the code of a method before the first use of a layer, and after the last one."""
     lines = [(node.lineno, node.end_lineno or node.lineno) for node in uses if isinstance(node, ast.expr)]
     for statement in ast.walk(tree):
@@ -125,11 +125,11 @@ def _around(tree: ast.FunctionDef, own: str | None, uses: Sequence[ast.AST], way
             yield from nodes
             continue
         for call in nodes:
-            if isinstance(call, ast.Call) and _is_of(call.func, own, ways.columns):
+            if isinstance(call, ast.Call) and _is_of(call.func, self_name, ways.columns):
                 for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
                     yield from ast.walk(argument)
             under = [node for child in ast.iter_child_nodes(call) for node in ast.walk(child)]
-            if any(isinstance(node, ast.Call) and _is_of(node.func, own, ways.rows) for node in under):
+            if any(isinstance(node, ast.Call) and _is_of(node.func, self_name, ways.rows) for node in under):
                 yield call
                 yield from ast.walk(call.func) if isinstance(call, ast.Call) else ()
 
@@ -241,8 +241,8 @@ def _named(name: str, place: _Place) -> Any:
             return cells[code.co_freevars.index(name)].cell_contents
         except ValueError:  # not bound yet
             return None
-    found = place.function.__globals__.get(name)
-    return _PYTHONS if found is None and hasattr(builtins, name) else found
+    bound = place.function.__globals__.get(name)
+    return _PYTHONS if bound is None and hasattr(builtins, name) else bound
 
 
 def _methods(module: nn.Module | None) -> set[FunctionType]:

@@ -44,20 +44,20 @@ def alone(modality: Modality) -> tuple[str, str] | None:
 def _check(field: str, modality: Modality) -> None:
     mode, size, depth = modality.tensor.tp_mode, modality.tp_size, modality.tensor.tp_depth
     check_count(f"{field}.tensor.tp_depth", depth)
-    known = get_args(get_type_hints(TensorOptions)["tp_mode"])
-    if mode not in known:
-        rule = f"It is one of {', '.join(known)}"
-        raise ConfigError(f"{field}.tensor.tp_mode", mode, rule, did_you_mean(str(mode), known))
+    modes = get_args(get_type_hints(TensorOptions)["tp_mode"])
+    if mode not in modes:
+        rule = f"It is one of {', '.join(modes)}"
+        raise ConfigError(f"{field}.tensor.tp_mode", mode, rule, did_you_mean(str(mode), modes))
     if mode != "2.5d" and depth != 1:
         rule = f"It is the depth of a grid of tp_mode='2.5d', and tp_mode is {mode!r}"
         raise ConfigError(f"{field}.tensor.tp_depth", depth, rule, "Leave it unset, or use tp_mode='2.5d'")
     if mode == "1d" or (size == 1 and depth == 1):
         return
     if grid_side(mode, size, depth) < 2:
-        made = {"2d": "q * q", "2.5d": f"tp_depth * q * q = {depth} * q * q", "3d": "q * q * q"}[mode]
+        form = {"2d": "q * q", "2.5d": f"tp_depth * q * q = {depth} * q * q", "3d": "q * q * q"}[mode]
         below = max((q for q in range(2, 1025) if _ranks(mode, q, depth) <= size), default=2)
         near = sorted({_ranks(mode, below, depth), _ranks(mode, below + 1, depth)})
-        rule = f"The ranks of tp_mode={mode!r} form a grid of {made} with q of at least 2"
+        rule = f"The ranks of tp_mode={mode!r} form a grid of {form} with q of at least 2"
         fix = f"The nearest are {one_of(near)}; any number fits tp_mode='1d'"
         raise ConfigError(f"{field}.tp_size", size, rule, fix)
     refused = {
@@ -66,10 +66,10 @@ def _check(field: str, modality: Modality) -> None:
         "ep_size": (modality.ep_size if modality.ep_size > 1 else None, "Experts are not sharded over a grid"),
         "compile": (modality.compute.compile, "Layers on a grid wait for other ranks between their products"),
     }
-    for name, (said, rule) in refused.items():
-        if said:
+    for name, (setting, rule) in refused.items():
+        if setting:
             rule = f"{rule}, and tp_mode is {mode!r}"
-            raise ConfigError(f"{field}.{path_of(name)}", said, rule, f"Leave out {name}, or use tp_mode='1d'")
+            raise ConfigError(f"{field}.{path_of(name)}", setting, rule, f"Leave out {name}, or use tp_mode='1d'")
 
 
 def _ranks(mode: str, side: int, depth: int) -> int:

@@ -100,7 +100,7 @@ class GridLayers(Removable):
         attentions = [path for path in division.heads if held.holds(path)]
         for path in attentions:
             module = root.get_submodule(path)
-            if not any(path.startswith(f"{other}.") for other in attentions):
+            if not any(path.startswith(f"{outer}.") for outer in attentions):
                 self.changes.callback(module.register_forward_pre_hook(self._own_rows, with_kwargs=True).remove)
             leave = partial(self._leave_heads, division.heads[path])
             self.changes.callback(module.register_forward_hook(leave, prepend=True).remove)
@@ -122,11 +122,11 @@ class GridLayers(Removable):
             several = isinstance(result, tuple | list)
             first, *others = result if several else (result,)
             self._checks.made(module, first, local.shape)
-            if any(type(one) is Tensor for one in others):
+            if any(type(out) is Tensor for out in others):
                 rule = "A layer on a grid returns no tensor beside its hidden state and the weights of its attention"
-                raise self._checks.error(module, [tuple(one.shape) for one in others if isinstance(one, Tensor)], rule)
-            made = frame.wrapped(first)
-            return type(result)([made, *others]) if several else made
+                raise self._checks.error(module, [tuple(out.shape) for out in others if isinstance(out, Tensor)], rule)
+            block = frame.wrapped(first)
+            return type(result)([block, *others]) if several else block
 
         return forward
 
@@ -138,7 +138,7 @@ class GridLayers(Removable):
             lengths = tuple(widths)
         else:
             lengths = tuple(shard.lengths[self._shape.index(self._place._replace(b=part))] for part in range(side))
-        given, made = self._axes(kind)
+        input_axis, output_axis = self._axes(kind)
         blocks = tuple(even_lengths(widths[self._place.b], self._shape.depth))
 
         def forward(module: Any, input: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class GridLayers(Removable):
                 dtype = torch.get_autocast_dtype(input.device.type)
                 input, weight = input.to(dtype), weight.to(dtype)
             if self._shape.mode == "3d":
-                lines = self._lines[given], self._lines[made], self._lines["a"]
+                lines = self._lines[input_axis], self._lines[output_axis], self._lines["a"]
                 y = Cube(*lines, self._row_lengths(), blocks, across.dim, is_conv).product(input, weight)
             else:
                 y = Panels(self._lines["c"], self._lines["b"], lengths, is_conv).product(input, weight)
@@ -157,7 +157,7 @@ class GridLayers(Removable):
 
     def _low_rank(self, kind: str) -> Callable[..., Tensor]:
         """The first matrix of an adapter, whose result ``[rows, ..., r]`` all ranks with the same rows have."""
-        given, made = (self._lines[axis] for axis in self._axes(kind))
+        input_line, output_line = (self._lines[axis] for axis in self._axes(kind))
         is_3d = self._shape.mode == "3d"
 
         def forward(module: Any, input: Tensor) -> Tensor:
@@ -168,7 +168,9 @@ class GridLayers(Removable):
                 """Sum what ranks `over` have of the same rows, and go on with those rows that ranks `of` have next."""
                 return over.sum_scattered(of.gather(x, 0, rows, exact=True), 0, rows) if is_3d else over.sum(x)
 
-            return differentiable(part, lambda x: complete(x, given, made), lambda x: complete(x, made, given))
+            return differentiable(
+                part, lambda x: complete(x, input_line, output_line), lambda x: complete(x, output_line, input_line)
+            )
 
         return forward
 
@@ -201,26 +203,26 @@ class GridLayers(Removable):
         assert self._frame is not None
         frame = replace(self._frame, side="inside")
 
-        def own(value: Any) -> Any:
+        def local_rows(value: Any) -> Any:
             is_full = type(value) is Tensor and value.dim() > 1 and value.shape[0] == frame.samples > 1
             return frame.own_rows(value) if is_full else value
 
-        return tree_map(own, args), {name: tree_map(own, value) for name, value in kwargs.items()}
+        return tree_map(local_rows, args), {name: tree_map(local_rows, value) for name, value in kwargs.items()}
 
     def _leave_heads(self, heads: Heads, module: nn.Module, args: Any, result: Any) -> Any:
         """Let what an attention returns for each of its heads, such as their weights, act as that of all heads."""
         if not isinstance(result, tuple) or self._frame is None:
             return result
-        found = list(result)
+        results = list(result)
         start, stop = self._shape.rows("inside", self._group.index, self._frame.rows)
-        own = heads.lengths[self._shape.columns("inside", self._group.index)]
+        count = heads.lengths[self._shape.columns("inside", self._group.index)]
         for position, dim in heads.results.items():
-            value = found[position] if position < len(found) else None
-            if type(value) is Tensor and value.dim() > dim and (len(value), value.shape[dim]) == (stop - start, own):
+            value = results[position] if position < len(results) else None
+            if type(value) is Tensor and value.dim() > dim and (len(value), value.shape[dim]) == (stop - start, count):
                 columns = tuple(pairwise(accumulate(heads.lengths, initial=0)))
                 inside = replace(self._frame, side="inside", dim=dim - value.dim(), columns=columns)
-                found[position] = replace(inside, size=columns[-1][1]).wrapped(value)
-        return tuple(found)
+                results[position] = replace(inside, size=columns[-1][1]).wrapped(value)
+        return tuple(results)
 
 
 class GridChecks:
@@ -249,8 +251,8 @@ class GridChecks:
         place = hidden_place(args, kwargs)
         hidden = None if place is None else at(place, args, kwargs)
         if place is None or hidden is None or hidden.dim() != 3:
-            found = None if hidden is None else tuple(hidden.shape)
-            raise self.error(module, found, "The hidden state of a layer on a grid is [samples, sequence, width]")
+            shape = None if hidden is None else tuple(hidden.shape)
+            raise self.error(module, shape, "The hidden state of a layer on a grid is [samples, sequence, width]")
         self._check_order(module, hidden)
         self._check_others(module, hidden, args, kwargs)
         return place, hidden
@@ -306,7 +308,7 @@ class GridChecks:
 
     def _check_others(self, module: nn.Module, hidden: Tensor, args: tuple, kwargs: Mapping[str, Any]) -> None:
         samples, length, width = hidden.shape
-        for value in tree_leaves((args, {name: one for name, one in kwargs.items() if one is not None})):
+        for value in tree_leaves((args, {name: arg for name, arg in kwargs.items() if arg is not None})):
             if value is hidden or value is None:
                 continue
             for name in _REORDERS:

@@ -42,20 +42,20 @@ _EPSILONS = ("eps", "variance_epsilon", "epsilon")
 class Line(TensorGroup):
     """The ranks of one line of the grid."""
 
-    def start_broadcast(self, own: Tensor, shape: Sequence[int], source: int) -> Wait:
-        """Start to send `own` of the rank at `source` to all; return what waits for it and returns it.
+    def start_broadcast(self, local: Tensor, shape: Sequence[int], source: int) -> Wait:
+        """Start to send `local` of the rank at `source` to all; return what waits for it and returns it.
 
         Args:
-            own: what this rank would send.
+            local: what this rank would send.
             shape: of what the rank at `source` sends.
             source: index in the line.
         """
-        found = own.detach().contiguous() if self.index == source else own.new_empty(tuple(shape))
-        if self.is_silent or not found.numel():
-            return lambda: found
-        work = dist.broadcast(found, group=self.group, group_src=source, async_op=True)
-        self.moved += found.nbytes * (self.size - 1) / self.size  # all ranks but the last pass it on
-        return self._after(work, lambda: found)
+        buffer = local.detach().contiguous() if self.index == source else local.new_empty(tuple(shape))
+        if self.is_silent or not buffer.numel():
+            return lambda: buffer
+        work = dist.broadcast(buffer, group=self.group, group_src=source, async_op=True)
+        self.moved += buffer.nbytes * (self.size - 1) / self.size  # all ranks but the last pass it on
+        return self._after(work, lambda: buffer)
 
     def start_sum_to(self, part: Tensor, target: int) -> Wait:
         """Start to sum `part` over the line to the rank at `target`; it takes the memory of `part`."""
@@ -128,14 +128,14 @@ class _Summa(torch.autograd.Function):
         panels: Panels = ctx.panels
         wants_x, wants_weight, _ = ctx.needs_input_grad
         rows = gradient.reshape(_rows(gradient), gradient.shape[-1])
-        own: list[Tensor | None] = [None, None]
+        gradients: list[Tensor | None] = [None, None]
         due: tuple[Wait | None, Wait | None] = (None, None)
 
         def settle(panel: int) -> None:
             for kind, (wait, line) in enumerate(zip(due, (panels.row, panels.column), strict=True)):
                 if wait is not None:
-                    found = wait()
-                    own[kind] = found if line.index == panel else own[kind]
+                    total = wait()
+                    gradients[kind] = total if line.index == panel else gradients[kind]
 
         for panel, (of_x, of_w) in enumerate(panels.all(x if wants_weight else None, weight if wants_x else None)):
             to_x = to_weight = None
@@ -148,7 +148,7 @@ class _Summa(torch.autograd.Function):
             settle(panel - 1)
             due = to_x, to_weight
         settle(len(panels.lengths) - 1)
-        return own[0] if own[0] is None else own[0].view(x.shape), own[1], None
+        return gradients[0] if gradients[0] is None else gradients[0].view(x.shape), gradients[1], None
 
 
 @dataclass(frozen=True)
@@ -293,17 +293,17 @@ def norm_of(module: nn.Module) -> Norm | None:
     x = torch.randn(3, width, dtype=torch.float64, generator=generator) + 0.25
     try:
         with torch.no_grad(), kept_random_state():
-            found = functional_call(module, held, (x,))
+            output = functional_call(module, held, (x,))
     except Exception:  # not a module of one tensor
         return None
-    if not isinstance(found, Tensor) or found.shape != x.shape:
+    if not isinstance(output, Tensor) or output.shape != x.shape:
         return None
     for centers in (False, True):
         for offset in (0.0, 1.0):
             for narrows in (False, True):
                 norm = Norm(width, epsilon, centers, offset, narrows)
                 expected, _, _ = norm.of(x, held["weight"], held.get("bias"), lambda total: total)
-                if torch.allclose(found.double(), expected.double(), rtol=1e-6 if narrows else 1e-12, atol=1e-12):
+                if torch.allclose(output.double(), expected.double(), rtol=1e-6 if narrows else 1e-12, atol=1e-12):
                     return norm
     return None
 
@@ -323,10 +323,10 @@ class _Normed(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, line: TensorGroup, dtype: torch.dtype
     ) -> Tensor:
-        made, mean, scale = norm.of(x, weight, bias, line.sum)
+        output, mean, scale = norm.of(x, weight, bias, line.sum)
         ctx.save_for_backward(x, weight, mean, scale)
         ctx.norm, ctx.line, ctx.bias_dtype = norm, line, None if bias is None else bias.dtype
-        return made.to(dtype)
+        return output.to(dtype)
 
     @staticmethod
     @ends_graph
@@ -354,6 +354,6 @@ class _Normed(torch.autograd.Function):
 def on_full_width(module: nn.Module, x: Tensor, lengths: tuple[int, ...], line: TensorGroup) -> Tensor:
     """Return this rank's columns of what `module` makes of the full width; its parameters' gradients are partial."""
     full = differentiable(
-        x, lambda own: line.gather(own, -1, lengths), lambda gradient: line.sum_scattered(gradient, -1, lengths)
+        x, lambda local: line.gather(local, -1, lengths), lambda gradient: line.sum_scattered(gradient, -1, lengths)
     )
     return line.local_of(type(module).forward(module, full), -1, lengths).contiguous()

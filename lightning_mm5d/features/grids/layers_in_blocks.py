@@ -49,7 +49,7 @@ from lightning_mm5d.tensor_parallel.region import Region
 from lightning_mm5d.tensor_parallel.resolve import Division, LayersInBlocks, OwnHeads
 
 
-class _Alone:
+class _SingleRank:
     """Stands for the ranks that norm a row together."""
 
     def sum(self, x: Tensor, *, in_place: bool = False) -> Tensor:
@@ -70,18 +70,18 @@ class GridCosts(NamedTuple):
         """Return the bytes that a rank sends in the forward and the backward of `products`."""
         total, shape, side, size = 0.0, self.plan.shape, self.plan.shape.side, self.plan.shape.size
         layers = 1 if shape.mode == "3d" else shape.depth
-        for one in products:
-            if one.kind == "norm":
-                total += (side - 1) / size * one.given * (1 + one.passes)
-            elif one.kind == "adapter":
-                total += 2 * (side - 1) / side**2 * one.made / layers * (1 + one.passes)
+        for product in products:
+            if product.kind == "norm":
+                total += (side - 1) / size * product.given * (1 + product.passes)
+            elif product.kind == "adapter":
+                total += 2 * (side - 1) / side**2 * product.made / layers * (1 + product.passes)
             elif shape.mode == "3d":
-                numbers = one.given + one.weight
-                backward = one.made * (one.passes or one.trains)
-                total += (side - 1) / size * (numbers * (1 + one.passes + one.trains) + one.made + backward)
+                numbers = product.given + product.weight
+                backward = product.made * (product.passes or product.trains)
+                total += (side - 1) / size * (numbers * (1 + product.passes + product.trains) + product.made + backward)
             else:
-                panels = one.given / shape.depth + one.weight
-                total += (side - 1) / side**2 * panels * (1 + one.passes + one.trains)
+                panels = product.given / shape.depth + product.weight
+                total += (side - 1) / side**2 * panels * (1 + product.passes + product.trains)
         return total
 
     def trace(self, number: Callable[[Tensor], int], note: Callable[[str, Tensor, Tensor], None]) -> GridTrace:
@@ -126,28 +126,28 @@ class GridTrace:
         """Return how much a rank has of `size` bytes of a full tensor with all columns of its rows."""
         return self.share(size) * self.shape.side
 
-    def moment(self, one: Any) -> int:
+    def moment(self, product: Any) -> int:
         """Return the bytes that a product needs for a moment, beside what it takes and makes."""
-        given, made = self.share(one.given), self.share(one.made)
-        weight = self._copies * one.weight // self.shape.size
+        inputs, outputs = self.share(product.given), self.share(product.made)
+        weight = self._copies * product.weight // self.shape.size
         if self.shape.mode == "3d":  # a gradient is laid out anew
-            return self.shape.side * max(given + weight + made, made + 2 * given + 3 * weight)
+            return self.shape.side * max(inputs + weight + outputs, outputs + 2 * inputs + 3 * weight)
         # panels that are used, that come, and that the product before has not let go of; parts of sums under way
-        return (min(self.shape.side - 1, 3) + 2) * (given + weight)
+        return (min(self.shape.side - 1, 3) + 2) * (inputs + weight)
 
-    def part(self, number: int, made: Tensor, given: Collection[int]) -> int:
+    def part(self, number: int, output: Tensor, inputs: Collection[int]) -> int:
         """Return a rank's bytes of what an operation in a layer makes.
 
         Args:
             number: of the storage.
-            made: the tensor.
-            given: numbers of the storages that the operation takes.
+            output: the tensor.
+            inputs: numbers of the storages that the operation takes.
         """
-        size, samples = made.untyped_storage().nbytes(), self._entered[0]
-        if not self._enters and self._blocks.isdisjoint(given):  # a mask
-            return size * self._rows // samples if made.shape[:1] == (samples,) else size
+        size, samples = output.untyped_storage().nbytes(), self._entered[0]
+        if not self._enters and self._blocks.isdisjoint(inputs):  # a mask
+            return size * self._rows // samples if output.shape[:1] == (samples,) else size
         self._blocks.add(number)
-        is_one_number = made.dim() == 3 and made.shape[-1] == 1  # of each token
+        is_one_number = output.dim() == 3 and output.shape[-1] == 1  # of each token
         return self.share(size) * (self.shape.side if is_one_number else 1)
 
     def attach(self, copy: nn.Module) -> list[Callable[[], object]]:
@@ -193,14 +193,14 @@ class GridTrace:
         """Whether a linear layer of a layer on the grid is a matrix of a low-rank adapter."""
         return ".lora_" in path and self._plan.holds(path)
 
-    def _note_adapter(self, module: nn.Module, args: tuple[Any, ...], made: Tensor) -> None:
-        self._note("adapter", args[0], made)
+    def _note_adapter(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        self._note("adapter", args[0], output)
 
     def _norm(self, norm: Norm | None, inner: Callable[..., Any]) -> Callable[..., Any]:
         def forward(module: nn.Module, input: Tensor) -> Tensor:
             self._checks.normed(module, norm, input, self._entered[-1], self._entered[-1])
             if norm is not None:
-                return normed(module, input, norm, _Alone())  # type: ignore[arg-type]
+                return normed(module, input, norm, _SingleRank())  # type: ignore[arg-type]
             self._note("norm", input, input)
             self._wide = self.shape.side
             full = inner(input.clone())
@@ -248,13 +248,13 @@ class LayersOnGrid(GridPlan):
         self, ranks: Sequence[int], get: Callable[[Sequence[int], str], dist.ProcessGroup | None]
     ) -> dict[str, TensorGroup]:
         """Make the groups of all lines among `ranks`; return those that this rank is in, by their axis."""
-        found = dict[str, TensorGroup]()
+        lines = dict[str, TensorGroup]()
         for axis in AXES:
             for line in self.shape.lines(axis):
                 group = get([ranks[index] for index in line], f"axis {axis}") if len(line) > 1 else None
                 if group is not None:
-                    found[axis] = Line(group)
-        return found
+                    lines[axis] = Line(group)
+        return lines
 
     def attach(
         self,
@@ -281,8 +281,8 @@ def begin(root: nn.Module, partition: Partition, modalities: Mapping[str, Modali
     Raises:
         ConfigError: a modality on a grid has no list of layers.
     """
-    found = {name: shape for name, modality in modalities.items() if (shape := GridShape.of(modality)) is not None}
-    return Grids(root, found, {name: _layers_of(root, partition, name, shape) for name, shape in found.items()})
+    shapes = {name: shape for name, modality in modalities.items() if (shape := GridShape.of(modality)) is not None}
+    return Grids(root, shapes, {name: _layers_of(root, partition, name, shape) for name, shape in shapes.items()})
 
 
 @dataclass(frozen=True)
@@ -434,28 +434,28 @@ class _Layer:
             self._refuse(path, f"{kind} takes [sequence, samples, ...], whose rows would be tokens")
         if _DROPS_SAMPLES.search(kind) and not _is_off(module):
             self._refuse(path, f"{kind} drops whole samples or tokens, whose columns are on several ranks")
-        own = {f"{path}.{name}" for name, parameter in module._parameters.items() if parameter is not None}
-        own -= {*self._shards, *self._shared}
-        if path in self._division.roles or not (own or self._is_bare_norm(path, module)):
+        names = {f"{path}.{name}" for name, parameter in module._parameters.items() if parameter is not None}
+        names -= {*self._shards, *self._shared}
+        if path in self._division.roles or not (names or self._is_bare_norm(path, module)):
             return
         norm = norm_of(module)
         if norm is not None:
             self.norms[path] = norm
-            for name in own:
+            for name in names:
                 self._divide(name, self._shape.vector("outside", self._shape.even(norm.width)))
         elif _ON_FULL_WIDTH.search(kind) and _is_of_tokens(module):
             self.norms[path] = None
-            self._shared |= own  # each rank has the gradient of its rows and columns
+            self._shared |= names  # each rank has the gradient of its rows and columns
         else:
             fix = f"Say sharding='column' or 'row' of a lightning_mm5d.nn.Linear, or u{_FIX[1:]}"
             self._refuse(path, f"no plan says how {kind} is sharded", fix if isinstance(module, nn.Linear) else _FIX)
 
     def _code(self, path: str, module: nn.Module) -> None:
         """Refuse code around attentions and linear layers that does not treat each entry by itself."""
-        inside = any(is_in(path, other) for other in self._division.heads)
+        inside = any(is_in(path, attention) for attention in self._division.heads)
         kind = type(module).__name__
         ways = {} if path in self._division.roles or self._is_adapted(path) else self._ways.get(path, {})
-        columns, rows = ([name for name, way in ways.items() if way == one] for one in ("column", "row"))
+        columns, rows = ([name for name, way in ways.items() if way == role] for role in ("column", "row"))
         if ways and (mixing := _MIXES & around(module, columns, rows)):
             self._refuse(
                 path, f"{kind} mixes columns or samples of its input or result, by {', '.join(sorted(mixing))}"
@@ -480,7 +480,7 @@ class _Layer:
         """Whether a module without parameters norms the hidden state; in an attention it would norm single heads."""
         if [*module.parameters()] or not _is_of_tokens(module) or "norm" not in type(module).__name__.lower():
             return False
-        return not any(path.startswith(f"{other}.") for other in self._division.heads)
+        return not any(path.startswith(f"{attention}.") for attention in self._division.heads)
 
     def _divide(self, name: str, shard: Shard) -> None:
         self._shards[name], self._groups[name] = shard, self._group
@@ -496,12 +496,12 @@ class _Layer:
 
 def _ways(division: Division) -> dict[str, dict[str, str]]:
     """Return the kinds of linear layers by the path of what calls them, then by name; of adapted ones both paths."""
-    found: dict[str, dict[str, str]] = {}
+    ways: dict[str, dict[str, str]] = {}
     for role, kind in division.roles.items():
         for path in dict.fromkeys((role, _ADAPTED.split(role)[0])):
             parent, _, name = path.rpartition(".")
-            found.setdefault(parent, {})[name] = kind
-    return found
+            ways.setdefault(parent, {})[name] = kind
+    return ways
 
 
 def _code_of(module: nn.Module) -> str:

@@ -172,13 +172,13 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             yield
             return
         if action.microbatch == group.members[0] and len(group.members) > 1:
-            kept = KeptState(self._runtime.root)
+            saved_state = KeptState(self._runtime.root)
             try:
                 for member in group.members[1:]:
-                    kept.begin()
+                    saved_state.begin()
                     self._look(run, group, member)
             finally:
-                kept.restore()
+                saved_state.restore()
         self._run, self._group, self._member, self._called = run, group, action.microbatch, set()
         group.found.pop(action.microbatch, None)
         try:
@@ -192,7 +192,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
         yield
         group = self._groups.get((action.stage, action.microbatch), _Group([]))
         group.passed.add(action.microbatch)
-        for joint in [one for one in group.joints if group.passed.issuperset(one.members)]:
+        for joint in [joint for joint in group.joints if group.passed.issuperset(joint.members)]:
             group.joints.remove(joint)
             joint.backward(run)
 
@@ -208,8 +208,8 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
         replica, index = divmod(member, self._course.num_microbatches)
         part = step.microbatches[replica][index]
         looking = self._run = Run(self._runtime, run.stage, [], step.structure(part.batch), None, trains=True)
-        tensors = [one for _, one in leaves(part.batch) if isinstance(one, Tensor)]
-        before, self._looks = [version_of(one) for one in tensors], True
+        tensors = [tensor for _, tensor in leaves(part.batch) if isinstance(tensor, Tensor)]
+        before, self._looks = [version_of(tensor) for tensor in tensors], True
         try:
             with ExitStack() as stack:
                 stack.enter_context(kept_random_state(self._device))
@@ -227,7 +227,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
         finally:
             looking.give_up()
             self._looks, self._run = False, None
-        if [version_of(one) for one in tensors] != before:
+        if [version_of(tensor) for tensor in tensors] != before:
             rule = "The step writes to its batch before it calls the encoder, and would do so twice"
             name, size = self._sizes[run.stage.name]
             field = f"modalities.{name}.pipeline.microbatches_per_call"
@@ -240,23 +240,23 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             return unsharded(self._runtime.read_fields(name, original(*args, **kwargs)))
 
         try:
-            own = RowCall.of(args, kwargs, self._circumstances(modality))
+            row_call = RowCall.of(args, kwargs, self._circumstances(modality))
         except ApartError as error:
             if self._looks:
                 raise _Reached(name) from None
             return self._apart(f"{name} is called alone, because {error}", original, args, kwargs)
         if self._looks:
-            raise _Reached(name, own)
+            raise _Reached(name, row_call)
         if name in self._called:
             return self._apart(f"only the first call of {name} in a step is joined", original, args, kwargs)
         self._called.add(name)
         group, member = self._group, self._member
-        joint = next((one for one in group.joints if one.name == name and member in one.members), None)
+        joint = next((joint for joint in group.joints if joint.name == name and member in joint.members), None)
         if joint is None:
-            joint = self._join(name, modality, compute, own)
+            joint = self._join(name, modality, compute, row_call)
             if joint is None:
                 return original(*args, **kwargs)
-        elif not joint.has(member, own):
+        elif not joint.has(member, row_call):
             why = "the step does not repeat: it draws from something other than the global random generators"
             return self._apart(f"{name} gets other inputs than in a first look, or {why}", original, args, kwargs)
         rows = joint.rows(member)
@@ -264,22 +264,22 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             group.joints.remove(joint)
         return rows
 
-    def _join(self, name: str, modality: str, compute: Compute, own: RowCall) -> Joint | None:
+    def _join(self, name: str, modality: str, compute: Compute, row_call: RowCall) -> Joint | None:
         """Call an encoder for all microbatches of a group that have not run; None where it is called for one."""
         group, run = self._group, self._run
         assert run is not None
-        if group.found and not any(call.form == own.form for _, call in group.found.values()):
+        if group.found and not any(call.form == row_call.form for _, call in group.found.values()):
             what = "have unlike shapes, or meet the encoder in another mode or with other attributes"
             self._tell(f"{name} is called alone, because inputs of neighbouring microbatches {what}")
         if group.is_late and not group.found:
             self._tell(f"{name} is called alone, because other layers of its stage are called before it")
-        mates = [at for at, (other, call) in group.found.items() if other == name and call.form == own.form]
-        members, calls = [self._member, *mates], [own, *(group.found[at][1] for at in mates)]
+        mates = [at for at, (boundary, call) in group.found.items() if boundary == name and call.form == row_call.form]
+        members, calls = [self._member, *mates], [row_call, *(group.found[at][1] for at in mates)]
         has_rows = [  # also by chance: what is proved without is no proof
-            isinstance(one, Tensor) and all(len(call.values[key]) == call.items for call in calls)
-            for key, one in own.values.items()
+            isinstance(argument, Tensor) and all(len(call.values[key]) == call.items for call in calls)
+            for key, argument in row_call.values.items()
         ]
-        form = name, own.form, own.rows is None, tuple(has_rows)
+        form = name, row_call.form, row_call.rows is None, tuple(has_rows)
         with_items = sum(call.items > 0 for call in calls)
         if not mates or with_items < 2 or self._units_of.get(form, True) is None:
             return None
@@ -316,42 +316,42 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
         if any(map(is_metric, modules)):
             raise ApartError("it holds a metric, which would count several microbatches as one")
         caches = torch.is_autocast_cache_enabled()
-        given = [one for call in calls for one in call.values.values() if isinstance(one, Tensor)]
+        tensors = [tensor for call in calls for tensor in call.values.values() if isinstance(tensor, Tensor)]
         why: str | None = None
         with ExitStack() as stack:
             stack.enter_context(meanwhile(self._runtime, active=None))
             stack.enter_context(kept_random_state(self._device))
             stack.enter_context(torch.no_grad())
-            if all(one.dtype in (torch.float32, torch.float64) for one in given if one.is_floating_point()):
+            if all(tensor.dtype in (torch.float32, torch.float64) for tensor in tensors if tensor.is_floating_point()):
                 stack.enter_context(torch.autocast(self._device.type, enabled=False))  # less rounding hides less
             torch.set_autocast_cache_enabled(False)  # a cast without gradients must not serve the step
             stack.callback(torch.set_autocast_cache_enabled, caches)
-            kept = KeptState(self._runtime.root)
-            stack.callback(kept.restore)
-            kept.begin()
+            saved_state = KeptState(self._runtime.root)
+            stack.callback(saved_state.restore)
+            saved_state.begin()
             self._fill_zeros(modules, stack)
             before = self._state()
             drawn = pack_states(all_states(self._device))
-            alone = [compute(*args, **kwargs) for args, kwargs in [joined_rows([call]) for call in calls[:1]]]
+            single_results = [compute(*args, **kwargs) for args, kwargs in [joined_rows([call]) for call in calls[:1]]]
             if not torch.equal(drawn, pack_states(all_states(self._device))):
                 for module in modules:
                     if module.training:
                         stack.callback(setattr, module, "training", True)
                         module.training = False
-                alone = []
-            for call in calls[len(alone) :]:
+                single_results = []
+            for call in calls[len(single_results) :]:
                 args, kwargs = joined_rows([call])
-                alone.append(compute(*args, **kwargs))
+                single_results.append(compute(*args, **kwargs))
             units: RowUnits = {}
             try:
-                if (found := self._written(before)) is not None:
-                    raise ApartError(f"it writes {found}, which would be that of several microbatches")
+                if (written_name := self._written(before)) is not None:
+                    raise ApartError(f"it writes {written_name}, which would be that of several microbatches")
                 args, kwargs = joined_rows(calls)
                 try:
                     joint = compute(*args, **kwargs)
                 except Exception as error:
                     raise ApartError(f"it does not compute several microbatches together ({error})") from error
-                units = row_units(joint, alone, calls)
+                units = row_units(joint, single_results, calls)
                 prove_rows_alone(joint, units, calls, compute)
             except ApartError as error:
                 why = str(error)
@@ -367,26 +367,26 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
 
         A gate that is zero at the start of training multiplies a dependence between rows by zero, and would hide it.
         """
-        for weight in dict.fromkeys(one for module in modules for one in module.parameters(recurse=False)):
+        for weight in dict.fromkeys(weight for module in modules for weight in module.parameters(recurse=False)):
             if weight.is_floating_point() and not weight.detach().any():
                 stack.callback(_show, weight, weight.data)
                 _show(weight, torch.randn_like(weight.data) * 0.02)
 
     def _circumstances(self, modality: str) -> Hashable:
         """What a call of an encoder depends on beside its arguments."""
-        said = tuple(
+        plain_values = tuple(
             (name, tuple(value) if isinstance(value, list) else value)
             for module in self._modules[modality]
             for name, value in vars(module).items()
             if name != HOOKED and _is_plain(value)  # private ones, too: adapters that are active
         )
         kind = self._device.type
-        return torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), said
+        return torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), plain_values
 
     def _state(self) -> tuple[dict[Any, Any], dict[str, Any]]:
         """What all modules hold, as hooks of an encoder may write anywhere, and how often buffers have been written."""
         root = self._runtime.root
-        return attributes(root, ""), {name: (id(one), version_of(one)) for name, one in root.named_buffers()}
+        return attributes(root, ""), {name: (id(buffer), version_of(buffer)) for name, buffer in root.named_buffers()}
 
     def _written(self, before: tuple[dict[Any, Any], dict[str, Any]]) -> str | None:
         """Return the name of something that was written since `before`; what transformers keeps for itself is none."""
@@ -414,7 +414,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
 
 def _is_plain(value: Any) -> bool:
     kinds = (bool, int, float, str)
-    return type(value) in kinds or (type(value) in (list, tuple) and all(type(one) in kinds for one in value))
+    return type(value) in kinds or (type(value) in (list, tuple) and all(type(element) in kinds for element in value))
 
 
 def _show(weight: Tensor, data: Tensor) -> None:
@@ -440,10 +440,10 @@ class MicrobatchesPerCall(Feature):
             self._check_fields(field, size, name, plan)
             for path in encoder.owns:
                 part = module.get_submodule(path) if has_module(module, path) else torch.nn.Module()
-                for where, one in part.named_modules(prefix=path):
-                    has_statistics = isinstance(one, _BatchNorm) or getattr(one, "track_running_stats", False)
-                    if isinstance(one, _NormBase) and has_statistics and one.training:
-                        rule = f"{where} ({type(one).__name__}) in training mode computes with all items of a call"
+                for where, layer in part.named_modules(prefix=path):
+                    has_statistics = isinstance(layer, _BatchNorm) or getattr(layer, "track_running_stats", False)
+                    if isinstance(layer, _NormBase) and has_statistics and layer.training:
+                        rule = f"{where} ({type(layer).__name__}) in training mode computes with all items of a call"
                         fix = f"Call eval() on {where} in __init__ or configure_model, or leave it unset"
                         raise ConfigError(field, size, rule, fix)
 
@@ -451,26 +451,26 @@ class MicrobatchesPerCall(Feature):
         """Refuse other fields of the modality, and of those that run in its stages."""
         held = {name}
         for members in plan.topology.members.values():
-            found = {one.modality for one in members}
-            held |= found if name in found else set()
+            names = {stage.modality for stage in members}
+            held |= names if name in names else set()
         for other in sorted(held):
             modality = plan.modalities[other]
-            alone: dict[str, tuple[object, object]] = {
+            fields: dict[str, tuple[object, object]] = {
                 "sharding.reshard_after_forward": (modality.sharding.reshard_after_forward, False),
                 "pipeline.interleaved_microbatches": (modality.pipeline.interleaved_microbatches, 1),
                 "memory.offload": ("activations" in modality.offloads, False),
                 "ep_size": (modality.ep_size, 1),
             }
             if other != name and other in plan.partition.encoders:
-                alone["pipeline.microbatches_per_call"] = (modality.pipeline.microbatches_per_call, 1)
+                fields["pipeline.microbatches_per_call"] = (modality.pipeline.microbatches_per_call, 1)
             if other == name:
-                alone |= {
+                fields |= {
                     "pp_size": (modality.num_cuts, 1),
                     "cp_size": (modality.cp_size, 1),
                     "tensor.tp_mode": (modality.tensor.tp_mode, "1d"),
                     "memory.cache_features": (modality.memory.cache_features, None),
                 }
-            for path, (got, usual) in alone.items():
+            for path, (got, usual) in fields.items():
                 if got != usual:
                     rule = f"With modalities.{other}.{path} each microbatch is computed by itself"
                     raise ConfigError(field, size, rule, f"Leave it unset here, or modalities.{other}.{path}")
@@ -499,8 +499,8 @@ class MicrobatchesPerCall(Feature):
 
 def _sizes(plan: Plan) -> dict[str, int]:
     """The microbatches of a call, of modalities that join them."""
-    found = {name: one.pipeline.microbatches_per_call for name, one in plan.modalities.items()}
-    return {name: size for name, size in found.items() if size > 1}
+    sizes = {name: modality.pipeline.microbatches_per_call for name, modality in plan.modalities.items()}
+    return {name: size for name, size in sizes.items() if size > 1}
 
 
 FEATURE = MicrobatchesPerCall

@@ -60,15 +60,15 @@ class RowCall:
         """
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         form = beside, tuple((key, _form(key, value)) for key, value in values.items())
-        given = [value for value in values.values() if isinstance(value, Tensor)]
-        if not given:
+        tensors = [value for value in values.values() if isinstance(value, Tensor)]
+        if not tensors:
             raise ApartError("none of its arguments is a tensor")
-        for table in given:
+        for table in tensors:
             if table.dim() == 2 and table.shape[1] in (2, 3) and table.dtype in (torch.int64, torch.int32):
                 rows = sum(map(math.prod, table.tolist()))
-                if any(one is not table and len(one) == rows for one in given):
+                if any(tensor is not table and len(tensor) == rows for tensor in tensors):
                     return cls(values, form, len(table), rows)
-        return cls(values, form, len(given[0]), None)
+        return cls(values, form, len(tensors[0]), None)
 
     def length(self, unit: str) -> int:
         """N or P."""
@@ -82,7 +82,7 @@ def _form(key: Any, value: Any) -> Hashable:
             raise ApartError(f"its argument {key!r} needs a gradient")
         return value.dtype, value.device, *value.shape[1:]
     if isinstance(value, _ROW_PLAIN) or (
-        isinstance(value, tuple) and all(isinstance(one, _ROW_PLAIN) for one in value)
+        isinstance(value, tuple) and all(isinstance(element, _ROW_PLAIN) for element in value)
     ):
         return value
     raise ApartError(f"its argument {key!r} is {type(value).__name__}, of which no rows are known")
@@ -90,20 +90,20 @@ def _form(key: Any, value: Any) -> Hashable:
 
 def joined_rows(calls: Sequence[RowCall]) -> tuple[tuple, dict[str, Any]]:
     """Return the arguments of one call for all; raise ApartError where they do not join."""
-    found: dict[Any, Any] = {}
+    joined: dict[Any, Any] = {}
     for key, first in calls[0].values.items():
         column = [call.values[key] for call in calls]
         if not isinstance(first, Tensor):
-            found[key] = first
+            joined[key] = first
         elif _has_rows(column, calls):
             # lazy tensors are read first: what joins them would load them for itself
-            found[key] = torch.cat([one.moved() if isinstance(one, Waiting) else one for one in column])
-        elif all(is_same_argument(one, first) for one in column):
-            found[key] = first
+            joined[key] = torch.cat([tensor.moved() if isinstance(tensor, Waiting) else tensor for tensor in column])
+        elif all(is_same_argument(argument, first) for argument in column):
+            joined[key] = first
         else:
             raise ApartError(f"its argument {key!r} has neither a row for each item nor equal values in all calls")
-    places = [key for key in found if isinstance(key, int)]
-    return tuple(found[key] for key in places), {key: value for key, value in found.items() if key not in places}
+    places = [key for key in joined if isinstance(key, int)]
+    return tuple(joined[key] for key in places), {key: value for key, value in joined.items() if key not in places}
 
 
 def _has_rows(column: Sequence[Tensor], calls: Sequence[RowCall]) -> bool:
@@ -116,23 +116,23 @@ def changed_beside(calls: Sequence[RowCall], number: int) -> list[RowCall]:
 
     Whole numbers, which may be ids or masks, become those of its first item; in packed calls they stay.
     """
-    own = calls[number]
+    unchanged = calls[number]
     rows = {
         key
-        for key, one in own.values.items()
-        if isinstance(one, Tensor) and _has_rows([call.values[key] for call in calls], calls)
+        for key, arg in unchanged.values.items()
+        if isinstance(arg, Tensor) and _has_rows([call.values[key] for call in calls], calls)
     }
 
     def changed(key: Any, value: Tensor) -> Tensor:
         if value.is_floating_point() or value.is_complex():
             return value.flip(-1) * 0.5 + 0.25
-        first = own.values[key][:1]
-        return first.expand_as(value) if own.rows is None and len(first) else value
+        first = unchanged.values[key][:1]
+        return first.expand_as(value) if unchanged.rows is None and len(first) else value
 
     return [
         call
-        if call is own
-        else replace(call, values={key: changed(key, one) if key in rows else one for key, one in call.values.items()})
+        if call is unchanged
+        else replace(call, values={key: changed(key, arg) if key in rows else arg for key, arg in call.values.items()})
         for call in calls
     ]
 
@@ -148,18 +148,18 @@ def rows_of_call(
 ) -> Any:
     """Return what a joined result has for one of `calls`, of each tensor what `take` gives of it and of all ends."""
     if isinstance(tree, Tensor):
-        found = {tuple(_ends(tree, calls, unit)) for unit in units.get(place, ())}
-        if len(found) != 1:
+        divisions = {tuple(_ends(tree, calls, unit)) for unit in units.get(place, ())}
+        if len(divisions) != 1:
             raise ApartError("its rows do not follow the items")
-        return take(number, tree, found.pop())
+        return take(number, tree, divisions.pop())
     if _ENTRIES in units.get(place, ()):
         ends = [0, *accumulate(call.items for call in calls)]
-        return type(tree)(take(0, one, (0, len(one))) for one in tree[ends[number] : ends[number + 1]])
+        return type(tree)(take(0, entry, (0, len(entry))) for entry in tree[ends[number] : ends[number + 1]])
     if isinstance(tree, Mapping):
-        own = {key: rows_of_call(one, units, calls, number, take, (*place, key)) for key, one in tree.items()}
-        return own if type(tree) is dict else type(tree)(**own)
+        fields = {key: rows_of_call(value, units, calls, number, take, (*place, key)) for key, value in tree.items()}
+        return fields if type(tree) is dict else type(tree)(**fields)
     if isinstance(tree, (list, tuple)):
-        entries = [rows_of_call(one, units, calls, number, take, (*place, at)) for at, one in enumerate(tree)]
+        entries = [rows_of_call(entry, units, calls, number, take, (*place, at)) for at, entry in enumerate(tree)]
         return type(tree)(*entries) if hasattr(tree, "_fields") else type(tree)(entries)
     return tree
 
@@ -179,24 +179,24 @@ def prove_rows_alone(joint: Any, units: RowUnits, calls: Sequence[RowCall], comp
     Calls before and after those that stay change, so that rows which follow from earlier ones alone are seen, too.
     """
 
-    def own(result: Any, number: int) -> list[Tensor]:
-        found: list[Tensor] = []
-        rows_of_call(result, units, calls, number, lambda at, one, ends: found.append(one[ends[at] : ends[at + 1]]))
-        return found
+    def rows_of(result: Any, number: int) -> list[Tensor]:
+        rows: list[Tensor] = []
+        rows_of_call(result, units, calls, number, lambda at, whole, ends: rows.append(whole[ends[at] : ends[at + 1]]))
+        return rows
 
     for number in (0, len(calls) - 1):
         args, kwargs = joined_rows(changed_beside(calls, number))
-        pairs = zip(own(joint, number), own(compute(*args, **kwargs), number), strict=True)
-        if not all(torch.equal(one, other) for one, other in pairs):
+        pairs = zip(rows_of(joint, number), rows_of(compute(*args, **kwargs), number), strict=True)
+        if not all(torch.equal(before, after) for before, after in pairs):
             raise ApartError("rows of one microbatch change with those of another, or from call to call")
 
 
-def row_units(joint: Any, alone: Sequence[Any], calls: Sequence[RowCall]) -> RowUnits:
+def row_units(joint: Any, single_results: Sequence[Any], calls: Sequence[RowCall]) -> RowUnits:
     """Return how a joined result divides, given what each call returns alone; raise ApartError where it does not."""
     units: dict[Path, set[str]] = {}
 
-    def walk(tree: Any, own: Sequence[Any], place: Path) -> None:
-        if any(type(one) is not type(tree) for one in own):
+    def walk(tree: Any, singles: Sequence[Any], place: Path) -> None:
+        if any(type(single) is not type(tree) for single in singles):
             raise ApartError("its results are of unlike types")
         if isinstance(tree, Tensor):
             fits = set[str]()
@@ -206,7 +206,7 @@ def row_units(joint: Any, alone: Sequence[Any], calls: Sequence[RowCall]) -> Row
                 except ApartError:
                     continue
                 pieces = [tree[start:end] for start, end in pairwise(ends)]
-                if all(_is_close(one, piece) for one, piece in zip(own, pieces, strict=True)):
+                if all(_is_close(single, piece) for single, piece in zip(singles, pieces, strict=True)):
                     fits.add(unit)
             if not fits:
                 raise ApartError(
@@ -215,48 +215,48 @@ def row_units(joint: Any, alone: Sequence[Any], calls: Sequence[RowCall]) -> Row
                 )
             units[place] = fits
         elif isinstance(tree, Mapping):
-            if any(one.keys() != tree.keys() for one in own):
+            if any(single.keys() != tree.keys() for single in singles):
                 raise ApartError("its results have unlike fields")
             for key, value in tree.items():
-                walk(value, [one[key] for one in own], (*place, key))
+                walk(value, [single[key] for single in singles], (*place, key))
         elif isinstance(tree, (list, tuple)):
-            entries = [entry for one in own for entry in one]
-            if [len(one) for one in own] == [call.items for call in calls] and len(entries) == len(tree):
+            entries = [entry for single in singles for entry in single]
+            if [len(single) for single in singles] == [call.items for call in calls] and len(entries) == len(tree):
                 if not all(
                     isinstance(x, Tensor) and x.dim() and _is_close(y, x) for x, y in zip(tree, entries, strict=True)
                 ):
                     raise ApartError("it gives something else for several microbatches together than for each alone")
                 units[place] = {_ENTRIES}
                 return
-            if any(len(one) != len(tree) for one in own):
+            if any(len(single) != len(tree) for single in singles):
                 raise ApartError("it returns a list without an entry for each item")
             for at, value in enumerate(tree):
-                walk(value, [one[at] for one in own], (*place, at))
-        elif not isinstance(tree, _ROW_PLAIN) or any(one != tree for one in own):
+                walk(value, [single[at] for single in singles], (*place, at))
+        elif not isinstance(tree, _ROW_PLAIN) or any(single != tree for single in singles):
             raise ApartError(f"it returns {type(tree).__name__} beside tensors")
 
-    walk(joint, alone, ())
+    walk(joint, single_results, ())
     return units
 
 
-def _is_close(one: Any, other: Tensor) -> bool:
+def _is_close(actual: Any, expected: Tensor) -> bool:
     """Whether two results are equal but for rounding."""
-    if not isinstance(one, Tensor) or one.shape != other.shape or one.dtype != other.dtype:
+    if not isinstance(actual, Tensor) or actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
-    if not one.is_floating_point() or not one.numel():
-        return torch.equal(one, other)
-    off = torch.finfo(one.dtype).eps ** 0.5
-    one, other = one.double(), other.double()
-    return bool((one - other).abs().max() <= off * other.abs().max())
+    if not actual.is_floating_point() or not actual.numel():
+        return torch.equal(actual, expected)
+    off = torch.finfo(actual.dtype).eps ** 0.5
+    actual, expected = actual.double(), expected.double()
+    return bool((actual - expected).abs().max() <= off * expected.abs().max())
 
 
-def is_same_argument(one: Any, other: Any) -> bool:
+def is_same_argument(first: Any, second: Any) -> bool:
     """Whether arguments are equal; no values are read where they are views of the same memory."""
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return bool(one == other)
-    if one.shape != other.shape:
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return bool(first == second)
+    if first.shape != second.shape:
         return False
-    return (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride()) or torch.equal(one, other)
+    return (first.data_ptr(), first.stride()) == (second.data_ptr(), second.stride()) or torch.equal(first, second)
 
 
 @dataclass
@@ -274,8 +274,8 @@ class _Source:
         parts = list[Tensor]()
         for number, (start, end) in enumerate(pairwise(self.ends)):
             leaf = self.leaves.get(number)
-            own = None if leaf is None else leaf.grad
-            parts.append(self.tensor.new_zeros((end - start, *self.tensor.shape[1:])) if own is None else own)
+            grad = None if leaf is None else leaf.grad
+            parts.append(self.tensor.new_zeros((end - start, *self.tensor.shape[1:])) if grad is None else grad)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -299,10 +299,10 @@ class Joint:
     def has(self, member: int, call: RowCall) -> bool:
         """Whether a microbatch calls the encoder with what it was called with for it."""
         number = self.members.index(member)
-        there = self.calls[number]
-        if there.form != call.form or self._versions[number] != _versions(there):
+        joined = self.calls[number]
+        if joined.form != call.form or self._versions[number] != _versions(joined):
             return False
-        return all(map(is_same_argument, call.values.values(), there.values.values()))
+        return all(map(is_same_argument, call.values.values(), joined.values.values()))
 
     def rows(self, member: int) -> Any:
         """Return the result of one microbatch."""
@@ -314,16 +314,16 @@ class Joint:
         if tensor.requires_grad:
             source = self.sources.setdefault(id(tensor), _Source(tensor, ends))
             rows = source.leaves.setdefault(number, rows.detach().requires_grad_())  # of one at two places
-        own = rows.clone()  # a step may write to it
-        mark_dependent(own)
-        return own
+        copy = rows.clone()  # a step may write to it
+        mark_dependent(copy)
+        return copy
 
     def backward(self, run: Run) -> None:
         """Go on through the encoder, in the backward of the last microbatch."""
-        found = [(get_gradient_edge(one.tensor), one.gradient()) for one in self.sources.values()]
+        pairs = [(get_gradient_edge(source.tensor), source.gradient()) for source in self.sources.values()]
         self.sources, self._result = {}, None
-        edges = [edge for edge, gradient in found if gradient is not None]
-        gradients = [gradient for _, gradient in found if gradient is not None]
+        edges = [edge for edge, gradient in pairs if gradient is not None]
+        gradients = [gradient for _, gradient in pairs if gradient is not None]
         if edges:
             with self.deferred or nullcontext(), meanwhile(run, deferred=self.deferred):
                 run.backward(edges, gradients)  # type: ignore[arg-type]
@@ -333,4 +333,4 @@ class Joint:
 
 def _versions(call: RowCall) -> list[int]:
     """How often each tensor among the arguments of a call has been written."""
-    return [version_of(one) for one in call.values.values() if isinstance(one, Tensor)]
+    return [version_of(tensor) for tensor in call.values.values() if isinstance(tensor, Tensor)]

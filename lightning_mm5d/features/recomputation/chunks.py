@@ -68,12 +68,12 @@ class _Items:
         return leaf[first:end] if len(leaf) == self.count else leaf
 
 
-def check_norms(field: str, said: Any, parts: Mapping[str, nn.Module]) -> None:
+def check_norms(field: str, setting: Any, parts: Mapping[str, nn.Module]) -> None:
     """Refuse batch norms in training mode.
 
     Args:
         field: path of the field.
-        said: what it says.
+        setting: what it says.
         parts: modules by path.
 
     Raises:
@@ -84,7 +84,7 @@ def check_norms(field: str, said: Any, parts: Mapping[str, nn.Module]) -> None:
             if isinstance(module, _BatchNorm) and module.training:
                 rule = f"{where} ({type(module).__name__}) in training mode computes with all items of a batch"
                 fix = f"Call eval() on {where} in __init__ or configure_model, which Lightning keeps, or use 'full'"
-                raise ConfigError(field, said, rule, fix)
+                raise ConfigError(field, setting, rule, fix)
 
 
 class Chunks:
@@ -139,8 +139,8 @@ class Chunks:
             results = []
             for first in range(0, items.count, self._size):
                 end = min(first + self._size, items.count)
-                own, named = tree_unflatten([items.part(leaf, first, end) for leaf in leaves], spec)
-                results.append(chunk(*own, **named))
+                positional, named = tree_unflatten([items.part(leaf, first, end) for leaf in leaves], spec)
+                results.append(chunk(*positional, **named))
             return _joined(results, self._proved[form])
         except _ItemsError as error:
             rule = f"{self._path or 'the module'} cannot compute its items apart: {error}"
@@ -151,31 +151,31 @@ class Chunks:
         check_norms(self._field, {"items": self._size}, self._parts)
         ends = [[items.part(leaf, at, at + 1) for leaf in leaves] for at in (0, items.count - 1)]
         pair = [
-            torch.cat([one, other]) if one is not leaf and isinstance(leaf, Tensor) else leaf
-            for leaf, one, other in zip(leaves, *ends, strict=True)
+            torch.cat([head, tail]) if head is not leaf and isinstance(leaf, Tensor) else leaf
+            for leaf, head, tail in zip(leaves, *ends, strict=True)
         ]
 
-        def call(given: Sequence[Any]) -> Any:
-            args, kwargs = tree_unflatten(list(given), spec)
+        def call(arguments: Sequence[Any]) -> Any:
+            args, kwargs = tree_unflatten(list(arguments), spec)
             try:
                 return compute(*args, **kwargs)
             except Exception as error:
                 raise _ItemsError(f"it does not compute some items without the others ({error})") from error
 
         with self._apart(), torch.no_grad():
-            both, draws = self._drawing(call, pair)
+            pair_result, draws = self._drawing(call, pair)
             with ExitStack() as stack:
                 for module in self._modules if draws else ():
                     if module.training:
                         stack.callback(setattr, module, "training", True)
                         module.training = False
-                both = call(pair) if draws else both
+                pair_result = call(pair) if draws else pair_result
                 first = call(ends[0])
                 with self._unwritten():
                     last = call(ends[1])
-            lists = frozenset(_lists(both, first))
-            expected, found = (dict(tensors_in(one)) for one in (both, _joined([first, last], lists)))
-            if expected.keys() != found.keys() or not all(_is_close(found[at], expected[at]) for at in found):
+            lists = frozenset(_lists(pair_result, first))
+            expected, actual = (dict(tensors_in(result)) for result in (pair_result, _joined([first, last], lists)))
+            if expected.keys() != actual.keys() or not all(_is_close(actual[at], expected[at]) for at in actual):
                 raise _ItemsError(
                     "the first and the last item of this call give something else together than each alone, so that "
                     "items depend on each other, or their rows are not along dim 0 of the result"
@@ -222,11 +222,11 @@ class Chunks:
 
     def _versions(self) -> dict[str, Any]:
         """How often each buffer and each metric has been written."""
-        found: dict[str, Any] = {}
+        counts: dict[str, Any] = {}
         for path, part in self._parts.items():
-            found |= {name: (id(one), version_of(one)) for name, one in part.named_buffers(prefix=path)}
-            found |= {name: one.update_count for name, one in part.named_modules(prefix=path) if is_metric(one)}
-        return found
+            counts |= {name: (id(buffer), version_of(buffer)) for name, buffer in part.named_buffers(prefix=path)}
+            counts |= {name: child.update_count for name, child in part.named_modules(prefix=path) if is_metric(child)}
+        return counts
 
 
 def _items_in(leaves: Sequence[Any]) -> _Items | None:
@@ -247,88 +247,88 @@ def _form(leaf: Any) -> Hashable:
     return leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf).__name__
 
 
-def _lists(both: Any, one: Any, place: Place = ()) -> Iterator[Place]:
+def _lists(pair: Any, single: Any, place: Place = ()) -> Iterator[Place]:
     """Yield the places of lists that are longer in the result of two items than in that of one."""
-    if isinstance(both, Mapping) and isinstance(one, Mapping):
-        for key in both.keys() & one.keys():
-            yield from _lists(both[key], one[key], (*place, key))
-    elif isinstance(both, (list, tuple)) and isinstance(one, (list, tuple)):
-        if len(both) != len(one):
+    if isinstance(pair, Mapping) and isinstance(single, Mapping):
+        for key in pair.keys() & single.keys():
+            yield from _lists(pair[key], single[key], (*place, key))
+    elif isinstance(pair, (list, tuple)) and isinstance(single, (list, tuple)):
+        if len(pair) != len(single):
             yield place
-        for number, (left, right) in enumerate(zip(both, one, strict=False) if len(both) == len(one) else ()):
+        for number, (left, right) in enumerate(zip(pair, single, strict=False) if len(pair) == len(single) else ()):
             yield from _lists(left, right, (*place, number))
 
 
 def _joined(results: Sequence[Any], lists: frozenset[Place], place: Place = ()) -> Any:
     """Return the result for the items of all chunks; raise _ItemsError where they do not join."""
     first = results[0]
-    if any(type(one) is not type(first) for one in results):
+    if any(type(result) is not type(first) for result in results):
         raise _ItemsError(f"chunks return {type(first).__name__} and others")
     if isinstance(first, Tensor):
         if not first.dim():
             raise _ItemsError("it returns one number for all items")
-        if any(one.shape[1:] != first.shape[1:] for one in results):
-            raise _ItemsError(f"chunks return unlike shapes, {[list(one.shape) for one in results]}")
+        if any(result.shape[1:] != first.shape[1:] for result in results):
+            raise _ItemsError(f"chunks return unlike shapes, {[list(result.shape) for result in results]}")
         return torch.cat(list(results))
     if isinstance(first, Mapping):
-        if any(one.keys() != first.keys() for one in results):
+        if any(result.keys() != first.keys() for result in results):
             raise _ItemsError("chunks return unlike fields")
-        return type(first)(**{key: _joined([one[key] for one in results], lists, (*place, key)) for key in first})
+        return type(first)(**{key: _joined([result[key] for result in results], lists, (*place, key)) for key in first})
     if isinstance(first, (list, tuple)):
         if place in lists:
-            entries = [entry for one in results for entry in one]
-        elif any(len(one) != len(first) for one in results):
+            entries = [entry for result in results for entry in result]
+        elif any(len(result) != len(first) for result in results):
             raise _ItemsError("chunks return lists of unlike lengths")
         else:
             entries = [
                 _joined(column, lists, (*place, number)) for number, column in enumerate(zip(*results, strict=True))
             ]
         return type(first)(*entries) if hasattr(first, "_fields") else type(first)(entries)
-    if not (first is None or isinstance(first, (bool, int, float, str))) or any(one != first for one in results):
+    if not (first is None or isinstance(first, (bool, int, float, str))) or any(result != first for result in results):
         raise _ItemsError(f"it returns {type(first).__name__} beside tensors, and which one is that of all items?")
     return first
 
 
-def _is_close(one: Tensor, other: Tensor) -> bool:
+def _is_close(actual: Tensor, expected: Tensor) -> bool:
     """Whether what items give is equal but for rounding."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    off = max(torch.finfo(one.dtype).eps ** 0.5, _MOST_OFF)
-    one, other = one.double(), other.double()
+    if not actual.is_floating_point():
+        return torch.equal(actual, expected)
+    off = max(torch.finfo(actual.dtype).eps ** 0.5, _MOST_OFF)
+    actual, expected = actual.double(), expected.double()
     # of tensors without memory nothing is larger
-    return not bool((one - other).abs().max() > off * other.abs().max()) if one.numel() else True
+    return not bool((actual - expected).abs().max() > off * expected.abs().max()) if actual.numel() else True
 
 
-def _rows_of_first(both: Any, first: Any) -> Iterator[Tensor]:
+def _rows_of_first(pair: Any, first: Any) -> Iterator[Tensor]:
     """Yield what the first of two items has of their result, given its own alone."""
-    if isinstance(both, Tensor):
-        yield both[: len(first)]
-    elif isinstance(both, Mapping):
-        for key in both:
-            yield from _rows_of_first(both[key], first[key])
-    elif isinstance(both, (list, tuple)):
-        for one, other in zip(both, first, strict=False):  # of a list of items the first one
-            yield from _rows_of_first(one, other)
+    if isinstance(pair, Tensor):
+        yield pair[: len(first)]
+    elif isinstance(pair, Mapping):
+        for key in pair:
+            yield from _rows_of_first(pair[key], first[key])
+    elif isinstance(pair, (list, tuple)):
+        for element, first_element in zip(pair, first, strict=False):  # of a list of items the first one
+            yield from _rows_of_first(element, first_element)
 
 
-def _check_gradients(call: Compute, pair: Sequence[Any], alone: Sequence[Any], first: Any) -> None:
+def _check_gradients(call: Compute, pair: Sequence[Any], first_leaves: Sequence[Any], first: Any) -> None:
     """Raise _ItemsError where a gradient passes from the result of the first of two items to the other."""
-    given = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in pair]
+    leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in pair]
     watched = [
-        (leaf.requires_grad_(), len(own))
-        for leaf, own in zip(given, alone, strict=True)
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and len(own) != len(leaf)
+        (leaf.requires_grad_(), len(first_leaf))
+        for leaf, first_leaf in zip(leaves, first_leaves, strict=True)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and len(first_leaf) != len(leaf)
     ]
     total = torch.zeros((), dtype=torch.float64, device=watched[0][0].device) if watched else torch.zeros(())
-    for rows in _rows_of_first(call(given), first):
+    for rows in _rows_of_first(call(leaves), first):
         if rows.requires_grad and rows.numel():
             weights = torch.linspace(0.5, 1.0, rows.numel(), dtype=torch.float64, device=rows.device)
             total = total + (rows.double() * weights.view_as(rows)).sum()
     if not total.requires_grad:
         return
     gradients = torch.autograd.grad(total, [leaf for leaf, _ in watched], allow_unused=True)
-    for gradient, (_, own) in zip(gradients, watched, strict=True):
-        if gradient is not None and bool((gradient[own:] != 0).any()):
+    for gradient, (_, length) in zip(gradients, watched, strict=True):
+        if gradient is not None and bool((gradient[length:] != 0).any()):
             raise _ItemsError("in training mode the result of one item depends on the items beside it")

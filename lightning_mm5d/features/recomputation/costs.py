@@ -39,18 +39,18 @@ def kept_of(name: str, modality: Modality, sizes: Sequence[int]) -> tuple[Kept, 
     Raises:
         ConfigError: it names layers or operations that are not there.
     """
-    field, said = f"modalities.{name}.memory.activation_checkpointing", modality.memory.activation_checkpointing
-    if said == "none":
+    field, setting = f"modalities.{name}.memory.activation_checkpointing", modality.memory.activation_checkpointing
+    if setting == "none":
         return ()
     if not sum(sizes) and chunk_size(modality) is not None:
         return ()
     if not sum(sizes):
         rule = f"{name} has no list of layers, and layers are what is computed again"
-        raise ConfigError(field, said, rule, f"Use 'none', or a list that modalities.{name}.module holds")
-    kept = recomputed_layers(field, said, sizes)
-    for operation in {operation for one in kept for operation in one or ()}.difference(SELECTIVE):
+        raise ConfigError(field, setting, rule, f"Use 'none', or a list that modalities.{name}.module holds")
+    layers = recomputed_layers(field, setting, sizes)
+    for operation in {operation for operations in layers for operation in operations or ()}.difference(SELECTIVE):
         _check_operation(field, operation)
-    return kept if any(one is not None for one in kept) else ()
+    return layers if any(operations is not None for operations in layers) else ()
 
 
 def share_of(modality: Modality, stage: int) -> float:
@@ -58,14 +58,14 @@ def share_of(modality: Modality, stage: int) -> float:
 
     A stage counts as so many equal layers that all of what is said can be; ``layers`` count as none.
     """
-    said = modality.memory.activation_checkpointing
-    if isinstance(said, Mapping) and "per_stage" in said:
-        said = said["per_stage"][stage]
-    if isinstance(said, Mapping) and "every" in said:
-        return 1 / said["every"]
-    if isinstance(said, Mapping) and "layers" in said:
+    setting = modality.memory.activation_checkpointing
+    if isinstance(setting, Mapping) and "per_stage" in setting:
+        setting = setting["per_stage"][stage]
+    if isinstance(setting, Mapping) and "every" in setting:
+        return 1 / setting["every"]
+    if isinstance(setting, Mapping) and "layers" in setting:
         return 0.0
-    layers = recomputed_layers("", said, [_MANY])
+    layers = recomputed_layers("", setting, [_MANY])
     return sum(map(share_again, layers)) / _MANY
 
 
@@ -73,10 +73,10 @@ def _check_operation(field: str, operation: str) -> None:
     namespace, name = operation.split(".")
     if operation == OWN_ATTENTION or namespace == "higher_order":
         return
-    found = getattr(torch.ops, namespace)
-    if hasattr(found, name):
+    operations = getattr(torch.ops, namespace)
+    if hasattr(operations, name):
         return
-    known = {*map(normal_name, torch._C._dispatch_get_all_op_names()), *SELECTIVE}
-    near = difflib.get_close_matches(operation, sorted(known), n=1, cutoff=0.0)[0]
+    names = {*map(normal_name, torch._C._dispatch_get_all_op_names()), *SELECTIVE}
+    near = difflib.get_close_matches(operation, sorted(names), n=1, cutoff=0.0)[0]
     rule = "torch has no operation of this name"
     raise ConfigError(f"{field}.selective", operation, rule, f"Did you mean {near!r}? 'selective' keeps {SELECTIVE}")

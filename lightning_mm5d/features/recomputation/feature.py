@@ -61,17 +61,17 @@ class Recomputation(Feature):
         """Refuse a compiled module around layers that run again."""
         again = {
             part: name
-            for name, kept in plan.partition.kept.items()
-            for part, one in zip(plan.partition.parts[name].paths, kept, strict=True)
-            if one is not None
+            for name, layer_operations in plan.partition.kept.items()
+            for part, operations in zip(plan.partition.parts[name].paths, layer_operations, strict=True)
+            if operations is not None
         }
         for path, _ in compiled_parts(module):
             inside = next((part for part in again if part != path and is_in(part, path)), None)
             if inside is not None:
                 name, rule = again[inside], f"{path or 'the module'} is compiled around layers"
-                field, said = f"modalities.{name}.memory.activation_checkpointing", plan.modalities[name]
+                field, config = f"modalities.{name}.memory.activation_checkpointing", plan.modalities[name]
                 fix = f"Compile the layers instead, for instance {inside!r}, or use 'none'"
-                raise ConfigError(field, said.memory.activation_checkpointing, rule, fix)
+                raise ConfigError(field, config.memory.activation_checkpointing, rule, fix)
         for name, modality in plan.modalities.items():
             if chunk_size(modality) is not None:
                 field, owns = f"modalities.{name}.memory.activation_checkpointing", plan.partition.encoders[name].owns
@@ -101,11 +101,11 @@ class Recompute(Removable):
             for boundary in runtime.partition.encoders[modality].boundaries:
                 self._patch_boundary(boundary, modality)
         done = set[int]()
-        for modality, kept in runtime.partition.kept.items():
+        for modality, layer_operations in runtime.partition.kept.items():
             if modality in whole:
                 continue
             cuts = [stage.cuts[modality] for stage in runtime.stages if modality in stage.cuts]
-            for layer, operations in zip(runtime.lists[modality], kept, strict=True):
+            for layer, operations in zip(runtime.lists[modality], layer_operations, strict=True):
                 calls = [call for call, other in enumerate(runtime.lists[modality]) if other is layer]
                 here = any(cut.first <= call < cut.last for cut in cuts for call in calls)
                 if here and operations is not None and id(layer) not in done:
@@ -118,8 +118,8 @@ class Recompute(Removable):
         if size is None:
             return None
         field, root = f"modalities.{modality}.memory.activation_checkpointing", self._runtime.root
-        found = {part: root.get_submodule(part) for part in parts}
-        return Chunks(self._runtime, field, size, path, found, self._device, fix)
+        modules = {part: root.get_submodule(part) for part in parts}
+        return Chunks(self._runtime, field, size, path, modules, self._device, fix)
 
     def _patch_boundary(self, boundary: Boundary, modality: str) -> None:
         runtime, module = self._runtime, self._runtime.root.get_submodule(boundary.path)
@@ -174,9 +174,9 @@ class Recompute(Removable):
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
         def call(*tensors: Tensor) -> Any:
-            given = dict(zip(places, tensors, strict=True))
-            own, named = tree_unflatten([given.get(place, leaf) for place, leaf in enumerate(others)], spec)
-            return compute(*own, **named)
+            by_place = dict(zip(places, tensors, strict=True))
+            positional, named = tree_unflatten([by_place.get(place, leaf) for place, leaf in enumerate(others)], spec)
+            return compute(*positional, **named)
 
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         run = self._runtime.active
@@ -191,14 +191,14 @@ class Recompute(Removable):
 
     def _patch(self, layer: nn.Module, modality: str, calls: list[int], operations: frozenset[str]) -> None:
         method = IN_PLACE if is_compiled_in_place(layer) else "forward"
-        own = vars(layer).get(method)
+        override = vars(layer).get(method)
         buffers, watch = _Buffers(layer), _Watch(layer)
         path = self._runtime.partition.parts[modality].paths[calls[0]]
         fix = "Use 'full', or pp_size=1 without reshard_after_forward, where calls of the whole encoder are divided"
         chunks = self._chunks(modality, path, [path], fix)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            inner = partial(type(module).forward, module) if own is None else own
+            inner = partial(type(module).forward, module) if override is None else override
 
             def chunk(*args: Any, **kwargs: Any) -> Any:
                 if watch.found or not self._applies(module, modality, calls, args, kwargs):
@@ -280,9 +280,9 @@ class _Call:
 
     def __init__(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
         self._inner, self._count = inner, len(args)
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        self._places = [place for place, value in given.items() if isinstance(value, Tensor)]
-        self._others = {place: value for place, value in given.items() if not isinstance(value, Tensor)}
+        arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        self._places = [place for place, value in arguments.items() if isinstance(value, Tensor)]
+        self._others = {place: value for place, value in arguments.items() if not isinstance(value, Tensor)}
         self._shared = _copy_of_containers(self._others)
 
     def tensors(self, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
@@ -290,11 +290,11 @@ class _Call:
         return [args[place] if isinstance(place, int) else kwargs[place] for place in self._places]
 
     def __call__(self, *tensors: Tensor) -> Any:
-        given: dict[Any, Any] = {**self._others, **dict(zip(self._places, tensors, strict=True))}
+        arguments: dict[Any, Any] = {**self._others, **dict(zip(self._places, tensors, strict=True))}
         if self.is_again:
-            given |= _copy_of_containers(self._shared)
-        args = [given.pop(place) for place in range(self._count)]
-        return self._inner(*args, **given)
+            arguments |= _copy_of_containers(self._shared)
+        args = [arguments.pop(place) for place in range(self._count)]
+        return self._inner(*args, **arguments)
 
 
 class _Watch:
@@ -406,7 +406,7 @@ class _Buffers:
 
         Norms that train write theirs in ways that versions do not show.
         """
-        found = []
+        written_buffers = []
         for place, (module, buffer, version, copy) in before.items():
             now = module._buffers.get(place[1])
             is_same = now is buffer and buffer._version == version
@@ -417,9 +417,9 @@ class _Buffers:
             if place in self._written:
                 keeps = is_same and not (isinstance(module, _NormBase) and module.training)
                 value = buffer.clone() if copy is None else copy
-                found.append(_Written(module, place[1], value, (buffer, version) if keeps else None))
+                written_buffers.append(_Written(module, place[1], value, (buffer, version) if keeps else None))
         self._is_first = False
-        return found
+        return written_buffers
 
 
 class _Replay:
@@ -442,10 +442,11 @@ class _Replay:
             stack.callback(np.random.set_state, np.random.get_state())
             random.setstate(self._states[0])
             np.random.set_state(self._states[1])
-            for one in self.buffers:
-                if not one.is_shown:  # microbatches side by side run layers again side by side: nothing may be swapped
-                    stack.callback(one.module._buffers.__setitem__, one.name, one.module._buffers[one.name])
-                    one.module._buffers[one.name] = one.value.clone()
+            for buffer in self.buffers:
+                # microbatches side by side run layers again side by side: nothing may be swapped
+                if not buffer.is_shown:
+                    stack.callback(buffer.module._buffers.__setitem__, buffer.name, buffer.module._buffers[buffer.name])
+                    buffer.module._buffers[buffer.name] = buffer.value.clone()
             if self._is_eager:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self._takes)

@@ -48,29 +48,29 @@ def check(fields: Mapping[str, Any]) -> None:
     schedule = fields.get("schedule", "1f1b")
     chunked = for_schedule(modalities, schedule, loss_modality_of(modalities)) if modalities else {}
     for name, modality in chunked.items():
-        field, said = f"modalities.{name}.memory.activation_checkpointing", modality.memory.activation_checkpointing
+        field, setting = f"modalities.{name}.memory.activation_checkpointing", modality.memory.activation_checkpointing
         if modality.pipeline.pipelines is not None and depends_on_cut(modality):
             rule = "Stages of unlike pipelines hold other layers in each replica"
-            raise ConfigError(field, said, rule, "Name layers: {layers: [0, 1]}")
-        _check(field, said, modality.num_cuts)
+            raise ConfigError(field, setting, rule, "Name layers: {layers: [0, 1]}")
+        _check(field, setting, modality.num_cuts)
         if chunk_size(modality) is not None:
             _check_chunked(name, modality, modalities)
 
 
 def chunk_size(modality: Modality) -> int | None:
     """Return how many items a call of the encoder computes at a time; None for all."""
-    said = modality.memory.activation_checkpointing
-    return said.get("items") if isinstance(said, Mapping) else None
+    setting = modality.memory.activation_checkpointing
+    return setting.get("items") if isinstance(setting, Mapping) else None
 
 
 def depends_on_cut(modality: Modality) -> bool:
     """Whether the layers that are computed again depend on where the modality is cut."""
-    said = modality.memory.activation_checkpointing
-    return isinstance(said, Mapping) and "per_stage" in said
+    setting = modality.memory.activation_checkpointing
+    return isinstance(setting, Mapping) and "per_stage" in setting
 
 
 def recomputed_layers(
-    field: str, said: str | Mapping[str, Any], sizes: Sequence[int]
+    field: str, setting: str | Mapping[str, Any], sizes: Sequence[int]
 ) -> tuple[tuple[str, ...] | None, ...]:
     """Return what is kept of each layer: ``{every: 2}`` of 4 layers gives ``(None, (), None, ())``.
 
@@ -78,26 +78,26 @@ def recomputed_layers(
 
     Args:
         field: path of the field.
-        said: what it says, checked by `check`.
+        setting: what it says, checked by `check`.
         sizes: number of layers of each stage.
 
     Raises:
         ConfigError: it names a layer that is not there.
     """
-    if isinstance(said, Mapping) and "per_stage" in said:
-        parts = zip(said["per_stage"], sizes, strict=True)
-        chosen = [_chosen(f"{field}.per_stage[{index}]", one, size) for index, (one, size) in enumerate(parts)]
-        return tuple(kept for part in chosen for kept in part)
-    return _chosen(field, said, sum(sizes))
+    if isinstance(setting, Mapping) and "per_stage" in setting:
+        parts = zip(setting["per_stage"], sizes, strict=True)
+        chosen = [_chosen(f"{field}.per_stage[{index}]", stage, size) for index, (stage, size) in enumerate(parts)]
+        return tuple(operations for part in chosen for operations in part)
+    return _chosen(field, setting, sum(sizes))
 
 
-def _chosen(field: str, said: str | Mapping[str, Any], count: int) -> tuple[tuple[str, ...] | None, ...]:
+def _chosen(field: str, setting: str | Mapping[str, Any], count: int) -> tuple[tuple[str, ...] | None, ...]:
     key: str
     value: Any
-    key, value = (said, None) if isinstance(said, str) else next(iter(said.items()))
-    kept: tuple[str, ...] = ()
+    key, value = (setting, None) if isinstance(setting, str) else next(iter(setting.items()))
+    operations: tuple[str, ...] = ()
     if key == "selective":
-        kept = SELECTIVE if value is None else tuple(map(normal_name, value))
+        operations = SELECTIVE if value is None else tuple(map(normal_name, value))
     chosen: set[int] = set()
     if key in ("full", "selective", "items"):
         chosen = set(range(count))
@@ -115,7 +115,7 @@ def _chosen(field: str, said: str | Mapping[str, Any], count: int) -> tuple[tupl
                 rule = f"There are the layers 0 to {count - 1}"
                 raise ConfigError(f"{field}.layers", value, rule, f"The nearest to {index} is {count - 1}")
         chosen = set(value)
-    return tuple(kept if index in chosen else None for index in range(count))
+    return tuple(operations if index in chosen else None for index in range(count))
 
 
 def normal_name(operation: str) -> str:
@@ -124,16 +124,18 @@ def normal_name(operation: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-def _check(field: str, said: object, stages: int) -> None:
-    if isinstance(said, str):
-        if said not in _WORDS:
-            raise ConfigError(field, said, _FORMS, did_you_mean(said, (*_WORDS, *_KEYS)))
+def _check(field: str, setting: object, stages: int) -> None:
+    if isinstance(setting, str):
+        if setting not in _WORDS:
+            raise ConfigError(field, setting, _FORMS, did_you_mean(setting, (*_WORDS, *_KEYS)))
         return
-    if not isinstance(said, Mapping) or len(said) != 1:
-        raise ConfigError(field, said, _FORMS, "Use 'full'" if not isinstance(said, Mapping) else "Leave one of them")
-    key, value = next(iter(said.items()))
+    if not isinstance(setting, Mapping) or len(setting) != 1:
+        raise ConfigError(
+            field, setting, _FORMS, "Use 'full'" if not isinstance(setting, Mapping) else "Leave one of them"
+        )
+    key, value = next(iter(setting.items()))
     if key not in _KEYS:
-        raise ConfigError(field, said, _FORMS, did_you_mean(key, _KEYS))
+        raise ConfigError(field, setting, _FORMS, did_you_mean(key, _KEYS))
     field = f"{field}.{key}"
     if key == "per_stage":
         _check_stages(field, value, stages)
@@ -154,21 +156,21 @@ def _check(field: str, said: object, stages: int) -> None:
 
 
 def _check_chunked(name: str, modality: Modality, modalities: Mapping[str, Modality]) -> None:
-    field, said = f"modalities.{name}.memory.activation_checkpointing", modality.memory.activation_checkpointing
+    field, setting = f"modalities.{name}.memory.activation_checkpointing", modality.memory.activation_checkpointing
     if name == main_modality_of(modalities) or name in decoders_of(modalities):
         rule = "Items are the images, frames or sounds of an encoder, and this modality is none"
-        raise ConfigError(field, said, rule, "Use 'full'")
-    alone = {
+        raise ConfigError(field, setting, rule, "Use 'full'")
+    fields = {
         "cp_size": (modality.cp_size, 1),
         "ep_size": (modality.ep_size, 1),
         "tensor.tp_mode": (modality.tensor.tp_mode, "1d"),
         "tensor.sequence_parallel": (modality.tensor.sequence_parallel, False),
         "pipeline.interleaved_microbatches": (modality.pipeline.interleaved_microbatches, 1),
     }
-    for path, (got, usual) in alone.items():
+    for path, (got, usual) in fields.items():
         if got != usual:
             rule = f"With {path}={got!r} ranks compute together on all items of a call, or on several calls"
-            raise ConfigError(field, said, rule, f"Use {path}={usual!r}, or 'full'")
+            raise ConfigError(field, setting, rule, f"Use {path}={usual!r}, or 'full'")
 
 
 def _check_stages(field: str, value: object, stages: int) -> None:
@@ -177,13 +179,13 @@ def _check_stages(field: str, value: object, stages: int) -> None:
     if len(value) != stages:
         rule = f"It has one entry for each stage, pp_size * pp_chunks = {stages} in the order of their layers"
         raise ConfigError(field, value, rule, f"Give {stages} entries instead of {len(value)}")
-    for index, one in enumerate(value):
-        if isinstance(one, Mapping) and "per_stage" in one:
-            raise ConfigError(f"{field}[{index}]", one, "A stage has no stages of its own", "Use 'full' or 'none'")
-        if isinstance(one, Mapping) and "items" in one:
+    for index, stage in enumerate(value):
+        if isinstance(stage, Mapping) and "per_stage" in stage:
+            raise ConfigError(f"{field}[{index}]", stage, "A stage has no stages of its own", "Use 'full' or 'none'")
+        if isinstance(stage, Mapping) and "items" in stage:
             rule = "All stages of a modality compute as many items at a time"
-            raise ConfigError(f"{field}[{index}]", one, rule, f"Use {dict(one)} in place of per_stage")
-        _check(f"{field}[{index}]", one, 1)
+            raise ConfigError(f"{field}[{index}]", stage, rule, f"Use {dict(stage)} in place of per_stage")
+        _check(f"{field}[{index}]", stage, 1)
 
 
 def _check_layers(field: str, value: object) -> None:

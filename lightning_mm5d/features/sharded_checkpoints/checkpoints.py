@@ -142,15 +142,15 @@ def earlier_checkpoints(path: str | os.PathLike[str]) -> list[Path]:
     """
     place = Path(os.path.realpath(resolve(path)))
     is_folder, limit = place.is_dir(), _order(place)
-    found: dict[Path, tuple[int, int]] = {}
+    orders: dict[Path, tuple[int, int]] = {}
     for entry in sorted(place.parent.iterdir()) if place.parent.is_dir() else ():
         other = Path(os.path.realpath(entry))
         if entry.name.startswith(".") or other == place or other.is_dir() != is_folder or other.suffix != place.suffix:
             continue
         order = _order(other)
         if order is not None and (limit is None or order[0] <= limit[0]):
-            found[other] = order
-    return sorted(found, key=lambda other: found[other], reverse=True)
+            orders[other] = order
+    return sorted(orders, key=lambda other: orders[other], reverse=True)
 
 
 def link(target: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
@@ -206,10 +206,10 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
     @override
     def save(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], run: SavedRun) -> None:
         memory = self._memory if self._is_for_memory else None
-        made: Callable[..., Save] = Save
+        make_save: Callable[..., Save] = Save
         saves, open_reports = self._saves, self._open_reports
         if memory is not None:
-            saves, open_reports, made = self._memory_saves, self._open_memory_reports, memory.made
+            saves, open_reports, make_save = self._memory_saves, self._open_memory_reports, memory.made
         saves.finish()
         # which returns once this rank's shards are copied
         in_thread = memory is not None or (self._in_thread and run.goes_on)
@@ -218,7 +218,7 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
         shards = OwnShards(
             run.module, run.plan, reports.rank, sources, self._stand_ins, run.averages, division=self._pieces_of
         )
-        save = made(reports, run.optimizers, run.fields)
+        save = make_save(reports, run.optimizers, run.fields)
         labels = [labels_of(optimizer, run.module) for optimizer in run.optimizers]
         save.announce(os.fspath(path), lambda: decide(checkpoint, shards, labels))
         copies = self._memory_copies if memory is not None else PieceCopies()
@@ -302,13 +302,13 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
         if not self._falls_back:
             return []
         reports = self._open_reports("earlier checkpoints")
-        own = [os.fspath(one) for one in earlier_checkpoints(path)] if reports.rank == 0 else []
-        return [Path(one) for one in reports.exchange("found", own)[0]]
+        paths = [os.fspath(checkpoint) for checkpoint in earlier_checkpoints(path)] if reports.rank == 0 else []
+        return [Path(checkpoint) for checkpoint in reports.exchange("found", paths)[0]]
 
     @override
     def load(self, path: str | os.PathLike[str], *, weights_only: bool) -> tuple[dict[str, Any], Mapping[str, Any]]:
-        there = {} if self._memory is None else self._memory.elsewhere(Path(path), self._open_memory_reports)
-        return self.together("load", partial(self._opened, Path(path), weights_only, there))
+        elsewhere = {} if self._memory is None else self._memory.elsewhere(Path(path), self._open_memory_reports)
+        return self.together("load", partial(self._opened, Path(path), weights_only, elsewhere))
 
     def _opened(
         self, path: Path, weights_only: bool, elsewhere: Mapping[str, Reader]
@@ -362,12 +362,12 @@ def reads_weights_early(module: pl.LightningModule) -> bool:
         return True
     usual = pl.Callback.on_load_checkpoint, pl.Callback.load_state_dict
     return any(
-        isinstance(one, WeightAveraging)
+        isinstance(callback, WeightAveraging)
         or (
-            not type(one).__module__.startswith("lightning.")
-            and (type(one).on_load_checkpoint, type(one).load_state_dict) != usual
+            not type(callback).__module__.startswith("lightning.")
+            and (type(callback).on_load_checkpoint, type(callback).load_state_dict) != usual
         )
-        for one in vars(module.trainer)["callbacks"]
+        for callback in vars(module.trainer)["callbacks"]
     )
 
 

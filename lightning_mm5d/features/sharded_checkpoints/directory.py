@@ -369,12 +369,12 @@ class StoredTensors:
             CheckpointCorruptError: bytes differ from what was written.
         """
         wanted = checked_region(region, self._shapes[name], name)
-        found = list(self._overlaps(name, wanted))
-        if len(found) == 1 and found[0][1] == tuple(wanted):
-            part, box = found[0]
+        overlaps = list(self._overlaps(name, wanted))
+        if len(overlaps) == 1 and overlaps[0][1] == tuple(wanted):
+            part, box = overlaps[0]
             return part.file.read(name, _within(box, part.box))
         result = torch.empty([stop - start for start, stop in wanted], dtype=self.dtype(name))
-        for part, box in found:
+        for part, box in overlaps:
             for rows in _divided(box, result.itemsize):
                 target = tuple(slice(start, stop) for start, stop in _within(rows, wanted))
                 result[target] = part.file.read(name, _within(rows, part.box))
@@ -393,9 +393,9 @@ class StoredTensors:
             shape = file.shape(name)
             offsets, full = ([0] * len(shape), list(shape)) if entry is None else (entry[_OFFSETS], entry[_FULL])
             box = tuple((offset, offset + length) for offset, length in zip(offsets, shape, strict=True))
-            known = self._shapes.setdefault(name, tuple(full))
+            full_shape = self._shapes.setdefault(name, tuple(full))
             parts = self._parts.setdefault(name, [])
-            if known != tuple(full) or (parts and parts[0].file.dtype(name) != file.dtype(name)):
+            if full_shape != tuple(full) or (parts and parts[0].file.dtype(name) != file.dtype(name)):
                 raise corrupt(file.path, f"its {name!r} has another shape or dtype than that of another file")
             parts.append(_Part(file, box))
 
@@ -410,11 +410,11 @@ class StoredTensors:
 
 def _overlap(boxes: Sequence[Box]) -> bool:
     """Whether any of the boxes overlap, which are sorted."""
-    for number, one in enumerate(boxes):
-        for other in islice(boxes, number + 1, None):
-            if one and other[0][0] >= one[0][1]:
+    for number, box in enumerate(boxes):
+        for later in islice(boxes, number + 1, None):
+            if box and later[0][0] >= box[0][1]:
                 break
-            if _intersection(one, other) is not None:
+            if _intersection(box, later) is not None:
                 return True
     return False
 
@@ -435,9 +435,9 @@ def _places(entry: Any, dims: int) -> bool:
     return all(are_lengths(numbers) and len(numbers) == dims for numbers in (entry[_OFFSETS], entry[_FULL]))
 
 
-def _intersection(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> Box | None:
+def _intersection(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> Box | None:
     """Return the box that lies in both; None where there is none, or an empty one."""
-    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return box if all(start < stop for start, stop in box) else None
 
 

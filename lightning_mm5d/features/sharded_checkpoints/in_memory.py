@@ -121,7 +121,7 @@ def _parent_of_rank(process: int) -> int | None:
     """Return the parent of a process that torchrun's agent has told a rank; None of any other."""
     with suppress(OSError):
         variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-        if any(one.startswith(f"{_RUN}=".encode()) for one in variables):
+        if any(variable.startswith(f"{_RUN}=".encode()) for variable in variables):
             return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     return None
 
@@ -145,7 +145,7 @@ def _started(process: int) -> str:
 def found_in(folder: Path) -> dict[str, dict[str, int]]:
     """Return the files of each checkpoint with their sizes, by the names of checkpoints and files."""
     checkpoints = sorted(folder.iterdir()) if folder.is_dir() else []
-    return {one.name: {file.name: file.stat().st_size for file in one.iterdir()} for one in checkpoints}
+    return {path.name: {file.name: file.stat().st_size for file in path.iterdir()} for path in checkpoints}
 
 
 def manifests_in(folder: Path) -> dict[str, str]:
@@ -233,21 +233,21 @@ class MemorySave(Save):
 def exchange_files(folder: Path, names: Sequence[str], after: int, before: int, group: ProcessGroup) -> None:
     """Send files of `folder` to the rank `after`, and take those of the rank `before` into the same folder."""
     sizes = json.dumps([[name, (folder / name).stat().st_size] for name in names]).encode()
-    said = torch.frombuffer(bytearray(sizes), dtype=torch.uint8)
-    length = torch.tensor([len(said)])
-    _swap(length, after, theirs := torch.empty_like(length), before, group)
-    _swap(said, after, heard := torch.empty(int(theirs), dtype=said.dtype), before, group)
-    own = itertools.chain.from_iterable(_read(folder / name) for name in names)
-    others = itertools.chain.from_iterable(_written(folder, *one) for one in json.loads(heard.numpy().tobytes()))
-    for sent, taken in itertools.zip_longest(own, others):
-        _swap(sent, after, taken, before, group)
+    message = torch.frombuffer(bytearray(sizes), dtype=torch.uint8)
+    length = torch.tensor([len(message)])
+    _swap(length, after, their_length := torch.empty_like(length), before, group)
+    _swap(message, after, heard := torch.empty(int(their_length), dtype=message.dtype), before, group)
+    outgoing = itertools.chain.from_iterable(_read(folder / name) for name in names)
+    incoming = itertools.chain.from_iterable(_written(folder, *spec) for spec in json.loads(heard.numpy().tobytes()))
+    for sent, received in itertools.zip_longest(outgoing, incoming):
+        _swap(sent, after, received, before, group)
 
 
-def _swap(sent: Tensor | None, after: int, taken: Tensor | None, before: int, group: ProcessGroup) -> None:
+def _swap(sent: Tensor | None, after: int, received: Tensor | None, before: int, group: ProcessGroup) -> None:
     """Send one tensor and fill another one; either may be missing."""
     work = None if sent is None else dist.isend(sent, after, group=group)
-    if taken is not None:
-        dist.recv(taken, before, group=group)
+    if received is not None:
+        dist.recv(received, before, group=group)
     if work is not None:
         work.wait()
 
@@ -288,9 +288,9 @@ class FileServer(socketserver.ThreadingTCPServer):
         meeting_point = os.environ["MASTER_ADDR"]
         store = meeting_point, int(os.environ["MASTER_PORT"])
         with socket.create_connection(store, timeout.total_seconds()) as connection:
-            host, there = connection.getsockname()[0], connection.getpeername()[0]
+            host, peer = connection.getsockname()[0], connection.getpeername()[0]
             self.address_family = connection.family
-        is_there = host == there or ip_address(host).is_loopback
+        is_there = host == peer or ip_address(host).is_loopback
         super().__init__(("" if is_there else host, 0), _Served)
         self.address = meeting_point if is_there else host, self.server_address[1]
         threading.Thread(target=self.serve_forever, name="checkpoint files", daemon=True).start()
@@ -409,9 +409,9 @@ class HostMemory:
         self._timeout = reports.timeout
         reports.tell("there", [found_in(self._folder), manifests_in(self._folder)] if nodes.is_first else None)
         if nodes.rank == 0:
-            there = [reports.hear("there", rank) for rank in nodes.firsts]
-            reports.tell("chosen", newest(there))
-            is_again = any(files for files, _ in there) or os.environ.get(_RESTARTS, "0") != "0"
+            contents = [reports.hear("there", rank) for rank in nodes.firsts]
+            reports.tell("chosen", newest(contents))
+            is_again = any(files for files, _ in contents) or os.environ.get(_RESTARTS, "0") != "0"
             if is_again and reports.hear("chosen") is None:
                 rank_zero_warn(
                     "No checkpoint in memory has all its files on the hosts: none was written yet, or neighbours were "
@@ -422,9 +422,9 @@ class HostMemory:
         name, self._manifest = (None, "") if chosen is None else chosen
         self._number = 0 if name is None else int(name)
         if nodes.is_first:
-            for other in found_in(self._folder):
-                if other != name:  # of steps that did not end on all ranks
-                    shutil.rmtree(self._folder / other, ignore_errors=True)
+            for checkpoint in found_in(self._folder):
+                if checkpoint != name:  # of steps that did not end on all ranks
+                    shutil.rmtree(self._folder / checkpoint, ignore_errors=True)
         if name is None:
             return None
         (self._folder / name).mkdir(exist_ok=True)  # on a new node, which gets the manifest later
@@ -452,21 +452,21 @@ class HostMemory:
         if nodes.is_first:
             (path / MANIFEST).write_text(self._manifest)  # in place of one whose writer was killed
             self._served = FileServer(path, key, self._timeout)
-            there = found_in(self._folder)[path.name]
-            names = [name for name, one in files.items() if there.get(name) == one.size]
+            sizes = found_in(self._folder)[path.name]
+            names = [name for name, file in files.items() if sizes.get(name) == file.size]
             reports.tell("serves", [self._served.address, names])
         served = {rank: reports.hear("serves", rank) for rank in nodes.firsts}
         reports.exchange("heard", None)  # rank 0, which may serve the store, goes on after all others
-        own = nodes.rank - nodes.rank % nodes.per_node
-        found: dict[str, Reader] = {}
-        for name in sorted(set(files) - set(served[own][1])):
+        first = nodes.rank - nodes.rank % nodes.per_node
+        readers: dict[str, Reader] = {}
+        for name in sorted(set(files) - set(served[first][1])):
             source = min(
-                (rank for rank in served if name in served[rank][1]), key=lambda rank: (rank - own) % len(served)
+                (rank for rank in served if name in served[rank][1]), key=lambda rank: (rank - first) % len(served)
             )
             if source not in self._remote:
                 self._remote[source] = RemoteFiles(source, served[source][0], key, self._timeout)
-            found[name] = partial(self._remote[source].read, name)
-        return found
+            readers[name] = partial(self._remote[source].read, name)
+        return readers
 
     # --- saving ---
 
@@ -503,8 +503,8 @@ class HostMemory:
         self._callback = self._trainer = self._folder = self._group = None
 
     def _end_serving(self) -> None:
-        for one in self._remote.values():
-            one.close()
+        for remote in self._remote.values():
+            remote.close()
         self._remote.clear()
         if self._served is not None:
             self._served.close()
@@ -552,7 +552,7 @@ def newest(nodes: Sequence[tuple[Mapping[str, Mapping[str, int]], Mapping[str, s
             files = decode_manifest(text.encode(), Path(name)).files
         except CheckpointCorruptError:  # its writer was killed
             continue
-        if all(any(there.get(name, {}).get(file) == one.size for there, _ in nodes) for file, one in files.items()):
+        if all(any(sizes.get(name, {}).get(key) == file.size for sizes, _ in nodes) for key, file in files.items()):
             return name, text
     return None
 
@@ -579,7 +579,7 @@ def _end(folder: Path, nodes: Nodes) -> None:
         ended.mkdir(exist_ok=True)
         (ended / f"{os.getpid()}-{_started(os.getpid())}").touch()
         if len(list(ended.iterdir())) == nodes.per_node:
-            others = [one.name.split("-") for one in ended.iterdir() if not one.name.startswith(f"{os.getpid()}-")]
+            others = [file.name.split("-") for file in ended.iterdir() if not file.name.startswith(f"{os.getpid()}-")]
             limit = time.monotonic() + _LAST_S
             while any(_started(int(process)) == started for process, started in others) and time.monotonic() < limit:
                 time.sleep(0.05)

@@ -182,11 +182,11 @@ class _Encoder:
         reference = self._reference(value, torch.view_as_real(plain) if is_pairs else plain, path)
         return {**reference, **{key: True for key in flags if flags[key]}}
 
-    def _reference(self, value: Tensor, kept: Tensor, path: tuple[str, ...]) -> dict[str, Any]:
-        """Keep `kept` for a tensor, once, and return what refers to it."""
+    def _reference(self, value: Tensor, stored: Tensor, path: tuple[str, ...]) -> dict[str, Any]:
+        """Keep `stored` for a tensor, once, and return what refers to it."""
         if id(value) not in self._tensors:
             name = self._tensors[id(value)] = _unused(path, self.encoded.tensors)
-            self.encoded.tensors[name] = kept
+            self.encoded.tensors[name] = stored
         return {_TAG: "tensor", "name": self._tensors[id(value)]}
 
 

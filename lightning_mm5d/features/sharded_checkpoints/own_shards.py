@@ -75,24 +75,24 @@ class Piece:
 def pieces_of(plan: Plan, tensors: Mapping[str, Saved]) -> list[Piece]:
     """Return the pieces of all `tensors`, by name, in their order."""
     loads, shards = [0] * plan.layout.size, DataShards(plan)
-    found: dict[str, list[Piece]] = {}
+    by_name: dict[str, list[Piece]] = {}
     open_pieces: list[tuple[int, int, Piece, tuple[int, ...]]] = []
     for name, saved in tensors.items():
-        found[name] = []
+        by_name[name] = []
         for piece, ranks in _candidates(plan, shards, name, saved):
             cost = math.prod(stop - start for start, stop in piece.box) * saved.itemsize
             if len(ranks) > 1 and cost >= _DIVIDED_BYTES and piece.box[0][1] - piece.box[0][0] >= len(ranks):
                 for part, rank in zip(_divided_run(piece, len(ranks)), ranks, strict=True):
-                    found[name].append(replace(part, writer=rank))
+                    by_name[name].append(replace(part, writer=rank))
                     loads[rank] += cost * saved.copies // len(ranks)
             else:
                 open_pieces.append((-cost * saved.copies, len(open_pieces), piece, ranks))
-    for cost, _, piece, ranks in sorted(open_pieces, key=lambda one: one[:2]):
+    for cost, _, piece, ranks in sorted(open_pieces, key=lambda open_piece: open_piece[:2]):
         writer = min(ranks, key=lambda rank: (loads[rank], rank))
         loads[writer] -= cost
-        found[piece.name].append(replace(piece, writer=writer))
+        by_name[piece.name].append(replace(piece, writer=writer))
     result = []
-    for pieces in found.values():
+    for pieces in by_name.values():
         first, *others = sorted(pieces, key=lambda piece: piece.box)
         result += [replace(first, is_first=True), *others]
     return result
@@ -137,13 +137,13 @@ def _shared(shards: DataShards, piece: Piece, ranks: tuple[int, ...]) -> Iterato
         if low < high:
             box = with_range(piece.box, rows.dim, (start + low - first, start + high - first))
             part = replace(piece, box=box, local=with_range(piece.local, rows.dim, (low, high)))
-            yield part, tuple(rank for rank, other in owned.items() if other.place == place)
+            yield part, tuple(rank for rank, rank_rows in owned.items() if rank_rows.place == place)
 
 
 def _own_rows(shard: Shard, index: int) -> list[tuple[Range, Range]]:
     """Return the rows of a rank of the group that no rank before it holds: in the full tensor, and in its local one."""
-    edges = sorted({edge for held in shard.ranges for one in held for edge in one})
-    found: list[tuple[Range, Range]] = []
+    edges = sorted({edge for held in shard.ranges for span in held for edge in span})
+    rows: list[tuple[Range, Range]] = []
     offset = 0
     for start, stop in shard.ranges[index]:
         for low, high in pairwise([start, *(edge for edge in edges if start < edge < stop), stop]):
@@ -156,11 +156,11 @@ def _own_rows(shard: Shard, index: int) -> list[tuple[Range, Range]]:
             )
             if before or low == high:
                 continue
-            if found and found[-1][0][1] == low and found[-1][1][1] == local:
-                found[-1] = ((found[-1][0][0], high), (found[-1][1][0], offset))
+            if rows and rows[-1][0][1] == low and rows[-1][1][1] == local:
+                rows[-1] = ((rows[-1][0][0], high), (rows[-1][1][0], offset))
             else:
-                found.append(((low, high), (local, offset)))
-    return found
+                rows.append(((low, high), (local, offset)))
+    return rows
 
 
 def _divided_run(piece: Piece, count: int) -> list[Piece]:
@@ -236,8 +236,8 @@ class OwnShards:
             saved[name] = Saved(self._shapes[name], tensor.itemsize, copies, source)
         self._pieces: dict[str, list[Piece]] = {name: [] for name in saved}
         if plan is None:
-            for name, one in saved.items():
-                box = whole_box(one.shape)
+            for name, saved_tensor in saved.items():
+                box = whole_box(saved_tensor.shape)
                 self._pieces[name].append(Piece(name, box, box, is_first=True))
         else:
             first_names = {id(tensor): name for name, tensor in reversed(self._tensors.items())}
@@ -286,9 +286,9 @@ class OwnShards:
 
     def name_of(self, value: Tensor) -> str | None:
         """Return the first name of the module's tensor that `value` is, or stands for; None for any other tensor."""
-        known = self._by_identity.get(id(value))
-        if known is not None or is_remote(value) or not value.numel():
-            return known
+        name = self._by_identity.get(id(value))
+        if name is not None or is_remote(value) or not value.numel():
+            return name
         return self._by_memory.get(_memory(value))
 
     @cached_property
@@ -356,7 +356,7 @@ def own_state(root: nn.Module, plan: Plan | None, stand_ins: dict[str, Tensor], 
 def labelled(optimizer: Optimizer, root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of an optimizer in the order of its groups, by name, or by position where it has none."""
     names = names_of(root)
-    parameters: Iterable[nn.Parameter] = (one for group in optimizer.param_groups for one in group["params"])
+    parameters: Iterable[nn.Parameter] = (param for group in optimizer.param_groups for param in group["params"])
     for position, parameter in enumerate(parameters):
         yield names.get(id(parameter), f"@{position}"), parameter
 
@@ -379,7 +379,7 @@ class PieceCopies:
 
     def __init__(self, *, beside: bool = False) -> None:
         self._beside = beside
-        self._kept: dict[tuple[str, Box], Tensor] = {}
+        self._host_tensors: dict[tuple[str, Box], Tensor] = {}
         self._stream: Any = None
         self._events: Sequence[Any] = ()
 
@@ -390,24 +390,24 @@ class PieceCopies:
             items: of the module.
             states: of optimizers, which nothing but their steps changes.
         """
-        kept, self._kept = self._kept, {}
-        on_device = [one.tensor for one in (*items, *states) if one.tensor.device.type == "cuda"]
+        reusable, self._host_tensors = self._host_tensors, {}
+        on_device = [item.tensor for item in (*items, *states) if item.tensor.device.type == "cuda"]
         if not on_device:
-            return [self._copied(item, kept) for item in (*items, *states)]
+            return [self._copied(item, reusable) for item in (*items, *states)]
         current = torch.cuda.current_stream(on_device[0].device)
-        found = [self._copied(item, kept) for item in items]
+        copies = [self._copied(item, reusable) for item in items]
         if not self._beside:
-            found += [self._copied(item, kept) for item in states]
+            copies += [self._copied(item, reusable) for item in states]
             self._events = [current.record_event()]
-            return found
+            return copies
         self._stream = self._stream or torch.cuda.Stream(on_device[0].device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            found += [self._copied(item, kept) for item in states]
+            copies += [self._copied(item, reusable) for item in states]
             self._events = current.record_event(), self._stream.record_event()
         for tensor in on_device:
             tensor.record_stream(self._stream)  # its memory is not given away before it is copied
-        return found
+        return copies
 
     def ready(self) -> None:
         """Wait until all values are copied."""
@@ -421,15 +421,15 @@ class PieceCopies:
 
     def close(self) -> None:
         """Take no more copies, and give their memory away."""
-        self._kept.clear()
+        self._host_tensors.clear()
 
-    def _copied(self, item: Item, kept: dict[tuple[str, Box], Tensor]) -> Item:
+    def _copied(self, item: Item, reusable: dict[tuple[str, Box], Tensor]) -> Item:
         tensor, key = item.tensor.detach(), (item.name, item.box)
         pins = self._beside and tensor.device.type == "cuda"
-        host = kept.pop(key, None)
+        host = reusable.pop(key, None)
         if host is None or (host.shape, host.dtype) != (tensor.shape, tensor.dtype):
             host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pins)
-        self._kept[key] = host.copy_(tensor, non_blocking=pins)
+        self._host_tensors[key] = host.copy_(tensor, non_blocking=pins)
         return replace(item, tensor=host)
 
 

@@ -77,9 +77,9 @@ class SavedWeights(MutableMapping[str, Any]):
 
     def copy(self) -> SavedWeights:
         """Return another one with the same values, which changes by itself."""
-        other = SavedWeights(self._source, self._set)
-        other._names = dict(self._names)
-        return other
+        copy = SavedWeights(self._source, self._set)
+        copy._names = dict(self._names)
+        return copy
 
     def extra(self) -> dict[str, Any]:
         """Return the values that are no tensors."""
@@ -138,18 +138,20 @@ class SavedOptimizerState(StoredStates):
         sizes = [len(group["params"]) for group in groups]
         ends = list(accumulate(sizes))
         saved = [list(self.labels[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
-        own, position = list[list[str]](), 0
+        labels, position = list[list[str]](), 0
         for group in optimizer.param_groups:
-            own.append([names.get(id(one), f"@{position + number}") for number, one in enumerate(group["params"])])
+            labels.append([names.get(id(param), f"@{position + index}") for index, param in enumerate(group["params"])])
             position += len(group["params"])
-        if own == saved:
+        if labels == saved:
             return
-        here = [name for group in own for name in group]
+        here = [name for group in labels for name in group]
         lost, new = set(self.labels) - set(here), set(here) - set(self.labels)
         parts = [f"It has no {', '.join(sorted(new)[:3])}"] if new else []
         parts += [f"It has {', '.join(sorted(lost)[:3])}, which this optimizer has not"] if lost else []
         if not parts:
-            parts = [f"Its groups have {sizes} parameters, or others in each, and here they have {list(map(len, own))}"]
+            parts = [
+                f"Its groups have {sizes} parameters, or others in each, and here they have {list(map(len, labels))}"
+            ]
         rule = ". ".join(parts)
         fix = "Make the same groups of the same trainable parameters, or load the weights alone"
         raise ConfigError("checkpoint.optimizer_states", f"a state of {len(self.labels)} parameters", rule, fix)
@@ -188,8 +190,8 @@ class ShardedCheckpoint:
             head = json.loads(directory.read_bytes(STATE_FILE).decode())
             self._keys: dict[str, str] = dict(head["keys"])
             references = head["references"]
-            there = set(self.stored.names())
-            lost = [name for name in (*self._keys.values(), *references.values()) if name not in there]
+            stored_names = set(self.stored.names())
+            lost = [name for name in (*self._keys.values(), *references.values()) if name not in stored_names]
             text, has = json.dumps(head["state"]).encode(), head["has"]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise corrupt(self.path / STATE_FILE, f"it is not readable: {error}") from None
@@ -229,18 +231,18 @@ class ShardedCheckpoint:
                 _, number, key, label = name.split("/", 3)
                 tensors.setdefault(int(number), {}).setdefault(label, {})[key] = name
         values = list(self._values())
-        found = []
+        optimizers = []
         for part in parts:
             number, labels = part["number"], part["names"]
-            own = tensors.get(number, {})
+            by_label = tensors.get(number, {})
             rest = {label: state for value in values for label, state in value.get(str(number), {}).items()}
             entries = {
-                index: (own.get(label, {}), rest.get(label, {}))
+                index: (by_label.get(label, {}), rest.get(label, {}))
                 for index, label in enumerate(labels)
-                if label in own or label in rest
+                if label in by_label or label in rest
             }
-            found.append({**part["rest"], "state": SavedOptimizerState(self.stored, labels, entries)})
-        return found
+            optimizers.append({**part["rest"], "state": SavedOptimizerState(self.stored, labels, entries)})
+        return optimizers
 
     def _values(self) -> Iterator[dict[str, Any]]:
         """Yield what each file says of states that have no pieces."""
@@ -283,17 +285,17 @@ def check_weights(root: nn.Module, state: SavedWeights, strict: bool, plan: Plan
             shape = value.shape if holdings is None else holdings.full_shape(name, value.shape)
             check_shape(root, name, state.shape(name), shape)
     if strict:
-        found = {id(value) for name, value in expected.items() if name in state}
-        missing = [name for name, value in expected.items() if id(value) not in found]
+        saved_ids = {id(value) for name, value in expected.items() if name in state}
+        missing = [name for name, value in expected.items() if id(value) not in saved_ids]
         Loaded(missing, [name for name in state if name not in expected]).check(root)
 
 
 def load_weights(root: nn.Module, state: SavedWeights, plan: Plan, rank: int) -> None:
     """Read what this rank holds of the weights; names that the module does not have are left out."""
-    own = {name for name, _ in tensors_of(root)}
+    local_names = {name for name, _ in tensors_of(root)}
     settle(root.buffers())
-    load_local(root, Chosen(state, [name for name in state.names() if name in own]), plan, rank)
-    others: dict[str, Any] = {name: state[name] for name in state if name not in own}
+    load_local(root, Chosen(state, [name for name in state.names() if name in local_names]), plan, rank)
+    others: dict[str, Any] = {name: state[name] for name in state if name not in local_names}
     if others:  # states of metrics, and what modules save that are no tensors
         root.load_state_dict(others, strict=False)
 

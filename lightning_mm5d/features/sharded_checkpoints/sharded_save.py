@@ -121,7 +121,7 @@ def decide(checkpoint: Mapping[str, Any], shards: OwnShards, labels: Sequence[li
             contents.items.append(_of_rank_0(path, references[path], value))
         else:
             references[path] = stored.setdefault(name, f"{OWN}module/{name}" if name in keys else name)
-    contents.module = {one: name for name, one in stored.items()}
+    contents.module = {stored_name: name for name, stored_name in stored.items()}
     contents.objects = state.objects
     contents.head = {"keys": keys, "references": references, "state": json.loads(state.text)}
     contents.head["has"] = [key for key in (STATE_DICT, OPTIMIZERS) if key in checkpoint]
@@ -174,15 +174,15 @@ class Save:
                 message |= {"module": self._contents.module, "optimizers": self._contents.optimizers}
             except Exception as error:
                 failed = error
-            self.reports.tell("announced", {"failed": _said(0, failed), **message})
-        said = self.reports.hear("announced")
+            self.reports.tell("announced", {"failed": _failure(0, failed), **message})
+        announced = self.reports.hear("announced")
         if failed is not None:
             raise failed
-        if said["failed"] is not None:
-            raise _failed_on(*said["failed"])
+        if announced["failed"] is not None:
+            raise _failed_on(*announced["failed"])
         if self.reports.rank != 0:
-            self._writer = self._made_writer(said["path"], said["id"])
-            self._contents = Contents(said["module"], said["optimizers"])
+            self._writer = self._made_writer(announced["path"], announced["id"])
+            self._contents = Contents(announced["module"], announced["optimizers"])
 
     def _made_writer(self, path: str, save_id: str) -> DirectoryWriter:
         return DirectoryWriter(path, save_id)
@@ -200,8 +200,8 @@ class Save:
             items = [*shards.module_items(self._contents.module), *self._contents.items]
             states, rest = list[Item](), {}
             for number in self._contents.optimizers:
-                found, others = shards.optimizer_items(self.optimizers[number], f"{OPTIMIZERS}/{number}")
-                states += found
+                pieces, others = shards.optimizer_items(self.optimizers[number], f"{OPTIMIZERS}/{number}")
+                states += pieces
                 rest[str(number)] = others
             self._rest = encode_state(rest)
             prefix = f"{OWN}optimizers/{self.reports.rank}"
@@ -224,14 +224,14 @@ class Save:
         try:
             if error is None:
                 files = self._written()
-        except Exception as one:
-            error = one
+        except Exception as raised:
+            error = raised
         try:
             self._spread(files)
-        except Exception as one:
-            error = error or one
+        except Exception as raised:
+            error = error or raised
         written = {name: [file.size, file.checksum] for name, file in files.items()}
-        self.reports.tell("written", {"files": written, "failed": _said(self.reports.rank, error)})
+        self.reports.tell("written", {"files": written, "failed": _failure(self.reports.rank, error)})
         if self.reports.rank == 0:
             error = self._finish(error)
         failed = self.reports.hear("concluded")
@@ -265,8 +265,8 @@ class Save:
                 self._writer.commit(files, self.fields)
             else:
                 self._writer.abort()
-        except Exception as one:
-            error, failed = one, _said(0, one)
+        except Exception as raised:
+            error, failed = raised, _failure(0, raised)
         self.reports.tell("concluded", failed)
         return error
 
@@ -309,9 +309,9 @@ def _by_file(items: Iterable[Item]) -> list[list[Item]]:
     return files
 
 
-def _said(rank: int, error: BaseException | None) -> tuple[int, str] | None:
+def _failure(rank: int, error: BaseException | None) -> tuple[int, str] | None:
     return None if error is None else (rank, f"{type(error).__name__}: {error}")
 
 
-def _failed_on(rank: int, said: str) -> SaveFailedError:
-    return repeated(SaveFailedError(f"rank {rank} could not save its part: {said}"), rank, said)
+def _failed_on(rank: int, reason: str) -> SaveFailedError:
+    return repeated(SaveFailedError(f"rank {rank} could not save its part: {reason}"), rank, reason)

@@ -60,18 +60,20 @@ def find_experts(root: nn.Module, partition: Partition, modalities: Mapping[str,
     if not degrees:
         return {}
     lists = [path for path in partition.layers.values() if path]
-    plans, unknown = find_plans(root, lambda path: any(path.startswith(f"{one}.") for one in lists))
-    found: dict[str, ExpertLayer] = {}
+    plans, unknown = find_plans(root, lambda path: any(path.startswith(f"{prefix}.") for prefix in lists))
+    layers: dict[str, ExpertLayer] = {}
     order = {path: place for place, (path, _) in enumerate(root.named_modules())}
-    for one in plans:
-        names = [name for name, _ in _inside(root, one.path).named_parameters(one.path)]
+    for match in plans:
+        names = [name for name, _ in _inside(root, match.path).named_parameters(match.path)]
         for modality in partition.users(*names) & degrees.keys():
-            _check_users(partition, names, one, modality, degrees[modality])
-            if one.path not in order:
-                rule = f"The experts of {one.called} are those of another layer too, and a plan is for one layer's own"
+            _check_users(partition, names, match, modality, degrees[modality])
+            if match.path not in order:
+                rule = (
+                    f"The experts of {match.called} are those of another layer too, and a plan is for one layer's own"
+                )
                 fix = "Register the plan for the module of experts, or use ep_size=1"
                 raise ConfigError(f"modalities.{modality}.ep_size", degrees[modality], rule, fix)
-            found[one.path] = _layer(root, one, modality, modalities[modality])
+            layers[match.path] = _layer(root, match, modality, modalities[modality])
     for path in unknown:
         names = [name for name, _ in root.get_submodule(path).named_parameters(path)]
         for modality in partition.users(*names) & degrees.keys():
@@ -83,51 +85,52 @@ def find_experts(root: nn.Module, partition: Partition, modalities: Mapping[str,
             )
             raise ConfigError(f"modalities.{modality}.ep_size", degrees[modality], rule, fix)
     for name, degree in degrees.items():
-        if not any(layer.modality == name for layer in found.values()):
+        if not any(layer.modality == name for layer in layers.values()):
             rule = f"{name!r} has no experts that are known, which ranks could share"
             raise ConfigError(f"modalities.{name}.ep_size", degree, rule, "Leave it unset")
-    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+    return dict(sorted(layers.items(), key=lambda item: order[item[0]]))
 
 
-def _layer(root: nn.Module, one: Found, modality: str, fields: Modality) -> ExpertLayer:
-    experts, degree = _inside(root, one.path), fields.ep_size
-    names, of_expert = tuple(name for name, _ in experts.named_parameters(one.path)), dict[str, int]()
-    number = (one.plan or ExpertParallelPlan()).count(experts)
+def _layer(root: nn.Module, match: Found, modality: str, fields: Modality) -> ExpertLayer:
+    experts, degree = _inside(root, match.path), fields.ep_size
+    names, of_expert = tuple(name for name, _ in experts.named_parameters(match.path)), dict[str, int]()
+    number = (match.plan or ExpertParallelPlan()).count(experts)
     if isinstance(experts, LISTS):
         for place, (key, child) in enumerate(experts.named_children()):
-            of_expert |= {name: place for name, _ in child.named_parameters(f"{one.path}.{key}")}
-    shapes = {name: parameter.shape for name, parameter in experts.named_parameters(one.path)}
+            of_expert |= {name: place for name, _ in child.named_parameters(f"{match.path}.{key}")}
+    shapes = {name: parameter.shape for name, parameter in experts.named_parameters(match.path)}
     wrong = [
         name for name, shape in shapes.items() if not shape or (name not in of_expert and shape[0] % (number or 1))
     ]
     if number is None or wrong or not names:
         what = f"{wrong[0]} of shape {list(shapes[wrong[0]])}" if wrong else type(experts).__name__
         rule = (
-            f"{one.path} has {number or 'no number of'} experts, with equal parts of the first dim of every tensor; "
+            f"{match.path} has {number or 'no number of'} experts, with equal parts of the first dim of every tensor; "
             f"got {what}"
         )
         fix = "Name the attribute with their number in its ExpertParallelPlan, or use ep_size=1"
         raise ConfigError(f"modalities.{modality}.ep_size", degree, rule, fix)
-    if one.plan is None and fields.cp_size > 1:
+    if match.plan is None and fields.cp_size > 1:
         rule = (
-            f"{one.path} calls each expert where its tokens need it, and ranks of one sequence must call the same ones"
+            f"{match.path} calls each expert where its tokens need it, and ranks of one sequence must call the same "
+            "ones"
         )
-        cls = type(root.get_submodule(one.path.rpartition(".")[0])).__name__
+        cls = type(root.get_submodule(match.path.rpartition(".")[0])).__name__
         fix = f"Use ep_size=1 or cp_size=1, or register_expert_parallel_plan({cls!r}, ExpertParallelPlan(...))"
         raise ConfigError(f"modalities.{modality}.ep_size", degree, rule, fix)
-    _check_alone(root, one.path, modality, degree)
-    _check_contents(experts, one.path, modality, degree)
-    adapters = adapters_around(root, one.path)
+    _check_alone(root, match.path, modality, degree)
+    _check_contents(experts, match.path, modality, degree)
+    adapters = adapters_around(root, match.path)
     check_adapters(adapters, modality, fields)
     layer = ExpertLayer(
-        one.path,
+        match.path,
         modality,
         number,
         degree,
         names,
         factors=tuple(factors_of(adapters)),
-        called=one.called,
-        plan=one.plan,
+        called=match.called,
+        plan=match.plan,
         lengths={name: shape[0] for name, shape in shapes.items()},
         of_expert=of_expert,
     )
@@ -143,10 +146,10 @@ def _inside(root: nn.Module, path: str) -> nn.Module:
         raise ConfigError("register_expert_parallel_plan", path, rule, "Name the module in `experts`") from None
 
 
-def _check_users(partition: Partition, names: Sequence[str], one: Found, modality: str, degree: int) -> None:
+def _check_users(partition: Partition, names: Sequence[str], match: Found, modality: str, degree: int) -> None:
     users = sorted(partition.users(*names))
     if len(users) > 1:
-        rule = f"{one.path} is used by {one_of(users).replace(' or ', ' and ')}, and experts are of one modality"
+        rule = f"{match.path} is used by {one_of(users).replace(' or ', ' and ')}, and experts are of one modality"
         raise ConfigError(f"modalities.{modality}.ep_size", degree, rule, "Use ep_size=1")
 
 
@@ -190,22 +193,22 @@ def expert_groups(
         shards: of the plan.
         tensor: the tensor parallel ranks of this one by modality.
     """
-    found = dict[str, ExpertGroups]()
+    layer_groups = dict[str, ExpertGroups]()
     for stage in plan.topology.members:
         held = shards.expert_layers(stage)
-        beside = dict.fromkeys(shards.sharing_experts(stage, one) for one in plan.topology.ranks_of(stage))
+        beside = dict.fromkeys(shards.sharing_experts(stage, rank) for rank in plan.topology.ranks_of(stage))
         hosts = {ranks: groups.get(ranks, "rounds of experts", backend="gloo") for ranks in beside if ranks}
         for layer in held:
-            blocks = dict.fromkeys(shards.expert_block(layer, one) for one in plan.topology.ranks_of(stage))
-            made = {ranks: groups.get(ranks, "tokens") for ranks in blocks}
-            for ranks, group in made.items():
+            blocks = dict.fromkeys(shards.expert_block(layer, rank) for rank in plan.topology.ranks_of(stage))
+            token_groups = {ranks: groups.get(ranks, "tokens") for ranks in blocks}
+            for ranks, group in token_groups.items():
                 if group is None:
                     continue
                 around, host = next((around, host) for around, host in hosts.items() if host is not None)
-                places = tuple(around.index(one) for one in ranks)
+                places = tuple(around.index(rank) for rank in ranks)
                 copies = tensor.get(layer.modality) if layer.parameters[0] in plan.division.shared else None
-                found[layer.path] = ExpertGroups(TokenGroup(group), places, host, copies)
-    return found
+                layer_groups[layer.path] = ExpertGroups(TokenGroup(group), places, host, copies)
+    return layer_groups
 
 
 EXPERTS = SharedExperts
@@ -238,30 +241,30 @@ def find_plans(root: nn.Module, in_layers: Callable[[str], bool]) -> tuple[list[
         root: the LightningModule; the meta device will do.
         in_layers: whether the module at a path is in one of the layers of a modality.
     """
-    found, closed = list[Found](), list[str]()
+    matches, closed = list[Found](), list[str]()
     for path, module in root.named_modules():
         key = _registered(type(module))
         if key is not None:
             closed.append(path)
             if (plan := REGISTERED[key]) is not None:
-                found.append(Found(path, joined(path, plan.experts), plan))
+                matches.append(Found(path, joined(path, plan.experts), plan))
     paths = {name: module for name, module in root.named_modules()}
     for path, module in paths.items():
-        if any(is_in(path, one) for one in closed):
+        if any(is_in(path, outer) for outer in closed):
             continue
         plan = INTERFACE if holds_experts(module) else _FAMILIES.get(type(module).__name__)
         if plan is not None or (_is_list(module) and _is_named(path, module, paths, in_layers)):
             closed.append(path)
-            found.append(Found(path, joined(path, plan.experts if plan else ""), plan))
-    parents = {one.path for one in found}
+            matches.append(Found(path, joined(path, plan.experts if plan else ""), plan))
+    parents = {match.path for match in matches}
     unknown = [
         path
         for path, module in paths.items()
-        if not any(is_in(path, one) for one in closed)
-        and not any(is_in(one, path) for one in parents)
+        if not any(is_in(path, outer) for outer in closed)
+        and not any(is_in(parent, path) for parent in parents)
         and _is_likely(path, module, paths)
     ]
-    return found, unknown
+    return matches, unknown
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -270,18 +273,18 @@ def _is_list(module: nn.Module) -> bool:
     Which rows such a module is called with is the business of the layer around it. A module that normalizes over
     samples, or whose results are not as wide as its rows, is none.
     """
-    return isinstance(module, LISTS) and len(module) > 1 and all(_maps_rows(one) for one in module.children())
+    return isinstance(module, LISTS) and len(module) > 1 and all(_maps_rows(child) for child in module.children())
 
 
 def _maps_rows(module: nn.Module) -> bool:
     arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    needed = [one for one in arguments if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
-    linears = [one for one in module.modules() if isinstance(one, nn.Linear)]
+    needed = [arg for arg in arguments if arg.default is arg.empty and arg.kind is not arg.VAR_KEYWORD]
+    linears = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
     is_plain = isinstance(module, (nn.Linear, nn.Sequential)) and bool(linears)
     return (
         len(needed) == 1
         and needed[0].kind is not needed[0].VAR_POSITIONAL
-        and not any(isinstance(one, _OVER_SAMPLES) for one in module.modules())
+        and not any(isinstance(layer, _OVER_SAMPLES) for layer in module.modules())
         and not (is_plain and linears[0].in_features != linears[-1].out_features)
     )
 
@@ -293,16 +296,16 @@ def _is_named(path: str, module: nn.Module, paths: dict[str, nn.Module], in_laye
     parent = paths[path.rpartition(".")[0]]
     children = list(module.children())
     return "expert" in _names(path, module) or (
-        in_layers(path) and len({type(one) for one in children}) == 1 and _routes(parent, len(children))
+        in_layers(path) and len({type(child) for child in children}) == 1 and _routes(parent, len(children))
     )
 
 
 def _routes(module: nn.Module, number: int) -> bool:
-    own = [parameter.shape for parameter in module.parameters(recurse=False)]
+    own_shapes = [parameter.shape for parameter in module.parameters(recurse=False)]
     beside = [child for child in module.children() if not isinstance(child, LISTS)]
-    inside = [parameter.shape for child in beside for parameter in child.parameters()]
-    return any(len(one) == 2 and number in one for one in own) or any(
-        len(one) == 2 and one[0] == number for one in inside
+    shapes_beside = [parameter.shape for child in beside for parameter in child.parameters()]
+    return any(len(shape) == 2 and number in shape for shape in own_shapes) or any(
+        len(shape) == 2 and shape[0] == number for shape in shapes_beside
     )
 
 
@@ -317,7 +320,7 @@ def _is_likely(path: str, module: nn.Module, paths: dict[str, nn.Module]) -> boo
     if type(module).__module__.startswith("torch.nn."):
         return False
     parent = paths[path.rpartition(".")[0]]
-    stacked = {one.shape[0] for one in module.parameters(recurse=False) if one.dim() > 2 and one.shape[0] > 1}
+    stacked = {param.shape[0] for param in module.parameters(recurse=False) if param.dim() > 2 and param.shape[0] > 1}
     return any(_routes(module, number) or _routes(parent, number) or _counts(module, number) for number in stacked)
 
 
@@ -351,11 +354,11 @@ def _llama4(layer: Any, exchange: Exchange, hidden: Tensor) -> tuple[Tensor, Ten
 def _llama4_compute(experts: Any, rows: Tensor, index: Tensor) -> Tensor:
     order = torch.argsort(index, stable=True)
     parts = rows[order].split(torch.bincount(index, minlength=len(experts.gate_up_proj)).tolist())
-    found = []
+    results = []
     for part, gate_up, down in zip(parts, experts.gate_up_proj, experts.down_proj, strict=True):
         gate, up = (part @ gate_up).chunk(2, dim=-1)
-        found.append((up * experts.act_fn(gate)) @ down)
-    return torch.cat(found)[torch.argsort(order)]
+        results.append((up * experts.act_fn(gate)) @ down)
+    return torch.cat(results)[torch.argsort(order)]
 
 
 _FAMILIES = {

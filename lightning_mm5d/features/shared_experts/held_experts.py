@@ -36,14 +36,14 @@ def adapters_around(root: nn.Module, path: str) -> dict[str, nn.Module]:
     Experts at ``experts.base_layer.base_layer`` with two wrapped tensors have the wrappers ``experts.base_layer`` and
     ``experts``.
     """
-    kind, found = imported("peft.tuners.lora.layer", "ParamWrapper"), dict[str, nn.Module]()
+    kind, wrappers = imported("peft.tuners.lora.layer", "ParamWrapper"), dict[str, nn.Module]()
     while kind is not None and path.endswith(f".{_BASE}"):
         path = path.removesuffix(f".{_BASE}")
         wrapper = root.get_submodule(path)
         if not isinstance(wrapper, kind):
             break
-        found[path] = wrapper
-    return found
+        wrappers[path] = wrapper
+    return wrappers
 
 
 def factors_of(adapters: Mapping[str, nn.Module]) -> Iterator[str]:
@@ -76,13 +76,13 @@ class Adapters:
     Args:
         wrappers: of the experts, the inner one first.
         number: of experts.
-        own: those of this rank.
+        local: those of this rank.
         is_own: whether the experts have the rows of this rank alone at the moment.
     """
 
-    def __init__(self, wrappers: Sequence[nn.Module], number: int, own: Range, is_own: Callable[[], bool]) -> None:
+    def __init__(self, wrappers: Sequence[nn.Module], number: int, local: Range, is_own: Callable[[], bool]) -> None:
         self._wrappers: Sequence[Any] = wrappers
-        self._number, self._own, self._is_own = number, own, is_own
+        self._number, self._local, self._is_own = number, local, is_own
 
     def patch(self) -> Iterator[Callable[[], object]]:
         """Let wrappers leave the experts as they are where these have own rows; yield what undoes it."""
@@ -97,20 +97,20 @@ class Adapters:
 
     def adapted(self, experts: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of this rank's experts that have adapters, with these added, by their names."""
-        found = dict[str, Tensor]()
+        tensors = dict[str, Tensor]()
         for wrapper in self._wrappers:
             if wrapper.disable_adapters or wrapper.merged:
                 continue
             for adapter in wrapper.active_adapters:
                 if adapter in wrapper.lora_A:
                     name = wrapper.parameter_name
-                    before = found.get(name, getattr(experts, name))
-                    found[name] = before + self._delta(wrapper, adapter)
-        return found
+                    before = tensors.get(name, getattr(experts, name))
+                    tensors[name] = before + self._delta(wrapper, adapter)
+        return tensors
 
     def _delta(self, wrapper: Any, adapter: str) -> Tensor:
         """What an adapter adds to the tensor of this rank's experts."""
-        start, stop = self._own
+        start, stop = self._local
         first = min(start, self._number - 2)  # PEFT takes a tensor of one expert for that of a linear layer
         last = max(stop, first + 2)
         delta: Tensor = type(wrapper).get_delta_weight(_Cut(wrapper, adapter, self._number, first, last), adapter)
@@ -126,7 +126,7 @@ class _Cut:
         # PEFT has the experts first among the rows of one factor, and last among the columns of the other
         down = down.unflatten(0, (number, -1))[first:last].flatten(0, 1)
         up = up.unflatten(1, (-1, number))[..., first:last].flatten(1)
-        self.lora_A, self.lora_B = ({adapter: SimpleNamespace(weight=one)} for one in (down, up))
+        self.lora_A, self.lora_B = ({adapter: SimpleNamespace(weight=factor)} for factor in (down, up))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapper, name)
@@ -179,14 +179,14 @@ class HeldExperts:
         self.own_module = nn.ModuleList(self._members[start:stop]) if self._members else self._module
         self._adapters = adapters
         self.called = self._members if layer.plan is None else [root.get_submodule(layer.called or layer.path)]
-        self._inner: dict[nn.Module, Callable[..., Any]] = {one: one.forward for one in self.called}
+        self._inner: dict[nn.Module, Callable[..., Any]] = {module: module.forward for module in self.called}
         # a parameter of each, with the length that it has where experts are whole
         lengths = {name: root.get_parameter(name) for name in layer.parameters}
         self._lengths = {id(parameter): layer.lengths.get(name, layer.number) for name, parameter in lengths.items()}
 
     def whole(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call the own forward of one of the modules in `called`, with all experts."""
-        held = next((one for one in module.parameters() if id(one) in self._lengths), None)
+        held = next((parameter for parameter in module.parameters() if id(parameter) in self._lengths), None)
         if held is not None and len(held) != self._lengths[id(held)]:
             rule = "Ranks that share experts compute with them in the steps of the trainer"
             fix = "Call the layer in a step, or use ep_size=1"
@@ -215,8 +215,8 @@ class HeldExperts:
         """Return the weighted sums of what experts compute of tokens ``[T, H]``, with all of them on this rank."""
         assert self.plan is not None
         if self.plan.forward is None:
-            found: Tensor = self.whole(self.called[0], hidden, index, weights)
-            return found.view(hidden.shape)
+            sums: Tensor = self.whole(self.called[0], hidden, index, weights)
+            return sums.view(hidden.shape)
         tokens = torch.arange(len(index), device=index.device).repeat_interleave(index.shape[1])
         rows, experts = hidden[tokens], index.reshape(-1)
         results = self._shaped(self._computed(self._module, rows, experts), rows) if len(rows) else rows
@@ -252,16 +252,16 @@ class HeldExperts:
     def _of_calls(self, rows: Tensor, lengths: Lengths) -> Tensor | None:
         """Call experts as each rank called one of them: with its rows alone, in their shape."""
         start, stop = self.ranges[self.groups.tokens.index]
-        found, called = list[Tensor](), False
+        results, called = list[Tensor](), False
         for part, (number, batch) in zip(rows.split(lengths.received), lengths.calls, strict=True):
             if start < number <= stop:
                 shaped = part.view(batch, len(part) // batch, part.shape[1]) if batch else part
                 result = self._inner[self._members[number - 1]](shaped)
-                found.append(self._shaped(result, part))
+                results.append(self._shaped(result, part))
                 called = True
             else:
-                found.append(part)
-        return torch.cat(found) if called else None
+                results.append(part)
+        return torch.cat(results) if called else None
 
     def _shaped(self, results: Tensor, rows: Tensor) -> Tensor:
         if results.numel() != rows.numel():
@@ -270,20 +270,20 @@ class HeldExperts:
             raise ConfigError(self.path, got, rule, "Use ep_size=1")
         return results.reshape(rows.shape)
 
-    def lengths(self, found: Round) -> Lengths:
+    def lengths(self, this_round: Round) -> Lengths:
         """Return what travels in a round of the ranks of the stage."""
-        ranks, index = [found.counts[place] for place in self.groups.places], self.groups.tokens.index
+        ranks, index = [this_round.counts[place] for place in self.groups.places], self.groups.tokens.index
         start, stop = self.ranges[index]
         return Lengths(
             [sum(ranks[index][first:last]) for first, last in self.ranges],
             [sum(row[start:stop]) for row in ranks],
             [[*row[start:stop]] for row in ranks],
-            [found.calls[place] for place in self.groups.places],
+            [this_round.calls[place] for place in self.groups.places],
         )
 
-    def note(self, found: Round) -> None:
+    def note(self, this_round: Round) -> None:
         """Count rows by expert."""
-        ranks = [found.counts[place] for place in self.groups.places]
+        ranks = [this_round.counts[place] for place in self.groups.places]
         self.tokens = [sum(rows) for rows in zip(self.tokens, *ranks, strict=False)]
 
 

@@ -63,13 +63,13 @@ class AwaitedResult(Tensor):
     """Stands for a tensor of known shape; see `awaited`."""
 
     _finish: Callable[[], Tensor]
-    _found: Tensor | None
+    _arrived: Tensor | None
 
     def result(self) -> Tensor:
         """Return the tensor, the same at each call."""
-        if self._found is None:
-            self._found = self._finish()
-        return self._found
+        if self._arrived is None:
+            self._arrived = self._finish()
+        return self._arrived
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,7 +78,7 @@ class AwaitedResult(Tensor):
         if func in _TOLD:
             with as_plain_tensors():
                 return func(*args, **kwargs)
-        if func in _SHAPED and isinstance(first, cls) and not any(isinstance(one, torch.dtype) for one in args):
+        if func in _SHAPED and isinstance(first, cls) and not any(isinstance(arg, torch.dtype) for arg in args):
             rest, options = args[1:], kwargs
             shape = func(torch.empty(first.shape, device="meta"), *rest, **options).shape
             return _awaited(shape, first, lambda: func(first.result(), *rest, **options))
@@ -101,9 +101,9 @@ def awaited(like: Tensor, finish: Callable[[], Tensor]) -> AwaitedResult:
 
 
 def _awaited(shape: torch.Size, like: Tensor, finish: Callable[[], Tensor]) -> AwaitedResult:
-    made: AwaitedResult = _make_wrapper(AwaitedResult, shape, dtype=like.dtype, device=like.device)
-    made._finish, made._found = finish, None
-    return made
+    placeholder: AwaitedResult = _make_wrapper(AwaitedResult, shape, dtype=like.dtype, device=like.device)
+    placeholder._finish, placeholder._arrived = finish, None
+    return placeholder
 
 
 @dataclass
@@ -155,13 +155,13 @@ class SharedExperts(Removable):
         self._calls: Counter[int] = Counter()
         self._arriving: Arriving | None = None  # results, where microbatches take turns
         self._open: Backward | None = None  # between its two exchanges
-        for stage, held in layers.items():
-            own = [self._held(root, one, place, groups[one.path]) for place, one in enumerate(held)]
-            if own:
-                self._stages[stage] = own
-                most = max(layer.number for layer in own)
-                self._rounds[stage] = Rounds(own[0].groups.host, most, self._serve)
-            for layer in own:
+        for stage, stage_layers in layers.items():
+            held = [self._held(root, layer, place, groups[layer.path]) for place, layer in enumerate(stage_layers)]
+            if held:
+                self._stages[stage] = held
+                max_experts = max(layer.number for layer in held)
+                self._rounds[stage] = Rounds(held[0].groups.host, max_experts, self._serve)
+            for layer in held:
                 layer.overlaps = not is_compiled and has_shared_expert(root, layer.path)
                 for number, module in enumerate(layer.called):
                     self._patch(module, partial(self._called, layer, module, number))
@@ -169,10 +169,10 @@ class SharedExperts(Removable):
     def loads(self) -> dict[str, Load]:
         """Return how many rows experts and ranks have had in forwards since the last call, by path of the layer."""
         layers = [layer for stage in self._stages.values() for layer in stage]
-        found = {layer.path: Load.of(layer.tokens, layer.ranges) for layer in layers}
+        loads = {layer.path: Load.of(layer.tokens, layer.ranges) for layer in layers}
         for layer in layers:
             layer.tokens = [0] * layer.number
-        return found
+        return loads
 
     # --- a step ---
 
@@ -267,7 +267,7 @@ class SharedExperts(Removable):
             return tokens * weights.sum(-1).view(*tokens.shape[:-1], 1).to(tokens.dtype)
         copies = layer.groups.copies
         if copies is not None:  # each of the ranks that hold the same experts takes some of the tokens
-            tokens, index, weights = (_full(one) for one in (tokens, index, weights))
+            tokens, index, weights = (_full(tensor) for tensor in (tokens, index, weights))
         hidden = tokens.reshape(-1, tokens.shape[-1])
         if copies is not None:
             lengths = even_lengths(len(hidden), copies.size)
@@ -344,9 +344,9 @@ class SharedExperts(Removable):
         self._settle()
         wish = wish._replace(layer=layer.place, number=self._calls[layer.place])
         with unobserved():  # what experts compute is no operation of the layer that waits for them
-            found = self._rounds[self._stage].reach(wish, forward=self._is_forward)
-            assert found is not None
-            results, record = self._run_forward(layer, found, rows)
+            this_round = self._rounds[self._stage].reach(wish, forward=self._is_forward)
+            assert this_round is not None
+            results, record = self._run_forward(layer, this_round, rows)
             if layer.groups.tokens.hand_over is not None:
                 self._arriving = results
             return results, record
@@ -364,14 +364,14 @@ class SharedExperts(Removable):
         self._settle()
         if record is None:  # of a forward whose layer is computed again
             place = self._rounds[self._stage].place
-            made = [one for one in self._flight.records.get(layer.place, ()) if place in one.left]
-            if not made:
+            records = [record for record in self._flight.records.get(layer.place, ()) if place in record.left]
+            if not records:
                 raise RuntimeError(f"{layer.path} has no forward that this backward belongs to")
-            record = made[-1]
+            record = records[-1]
         wish = Wish(BACKWARD, layer.place, record.number)
-        found = self._rounds[self._stage].reach(wish, forward=self._is_forward)
-        assert found is not None
-        self._open = self._run_backward(layer, found, gradient, record)
+        this_round = self._rounds[self._stage].reach(wish, forward=self._is_forward)
+        assert this_round is not None
+        self._open = self._run_backward(layer, this_round, gradient, record)
         return self._open
 
     def _settle(self) -> None:
@@ -387,52 +387,52 @@ class SharedExperts(Removable):
         if opened is not None:
             opened.end()
 
-    def _run_forward(self, layer: HeldExperts, found: Round, rows: Tensor) -> tuple[Arriving, Record | None]:
+    def _run_forward(self, layer: HeldExperts, this_round: Round, rows: Tensor) -> tuple[Arriving, Record | None]:
         flight, place, tokens = self._flight, layer.place, layer.groups.tokens
         self._calls[place] += 1
-        lengths, own = layer.lengths(found), partial(self._own, layer, flight.products)
+        lengths, compute = layer.lengths(this_round), partial(self._compute, layer, flight.products)
         if self._is_forward:
-            layer.note(found)
+            layer.note(this_round)
         again = not self._is_forward and flight.of_forward[place] > 0
-        if not found.trains or again or (self._is_forward and layer.recomputed):
+        if not this_round.trains or again or (self._is_forward and layer.recomputed):
             layer.recomputed |= again
             with torch.no_grad():
-                return forward(rows, lengths, tokens, own), None
-        number = max((one.number for one in flight.records.get(place, ())), default=-1) + 1
-        results, record = recorded_forward(rows, lengths, tokens, own, number, found)
+                return forward(rows, lengths, tokens, compute), None
+        number = max((record.number for record in flight.records.get(place, ())), default=-1) + 1
+        results, record = recorded_forward(rows, lengths, tokens, compute, number, this_round)
         flight.records.setdefault(place, []).append(record)
         flight.of_forward[place] += int(self._is_forward)
         return results, record
 
-    def _own(self, layer: HeldExperts, products: Products, rows: Tensor, lengths: Lengths) -> Tensor | None:
+    def _compute(self, layer: HeldExperts, products: Products, rows: Tensor, lengths: Lengths) -> Tensor | None:
         assert self._showing is not None
         with self._showing(layer.own_module):
             return layer.own(products, rows, lengths)
 
-    def _run_backward(self, layer: HeldExperts, found: Round, gradient: Tensor, record: Record) -> Backward:
-        record.left -= found.wishing
+    def _run_backward(self, layer: HeldExperts, this_round: Round, gradient: Tensor, record: Record) -> Backward:
+        record.left -= this_round.wishing
         if not record.left:
             self._flight.records[layer.place].remove(record)
         return Backward(gradient, record, layer.groups.tokens)
 
-    def _serve(self, found: Round) -> None:
+    def _serve(self, this_round: Round) -> None:
         """Take part in what others want, without tokens of this rank."""
-        chosen = found.chosen
+        chosen = this_round.chosen
         layer = self._stages[self._stage][chosen.layer]
         assert self._context is not None
         if chosen.kind == FORWARD:
-            none = torch.empty(0, chosen.width, dtype=DTYPES[chosen.dtype], device=self._device)
+            no_rows = torch.empty(0, chosen.width, dtype=DTYPES[chosen.dtype], device=self._device)
             states = torch_states(self._device)
             with self._context():
-                self._run_forward(layer, found, none)[0].wait()
+                self._run_forward(layer, this_round, no_rows)[0].wait()
             if not self._is_forward and not all(map(torch.equal, states, torch_states(self._device))):
                 rule = "This rank's own step skips the layer, so nothing restores what its experts have drawn"
                 fix = "Leave out dropout in experts, or recomputation of these layers"
                 raise ConfigError(layer.path, "dropout in experts of a layer that is computed again", rule, fix)
             return
-        record = next(one for one in self._flight.records[layer.place] if one.number == chosen.number)
-        none = record.rows.new_zeros(sum(record.lengths.sent), record.rows.shape[1])
-        self._run_backward(layer, found, none, record).end()
+        record = next(record for record in self._flight.records[layer.place] if record.number == chosen.number)
+        no_rows = record.rows.new_zeros(sum(record.lengths.sent), record.rows.shape[1])
+        self._run_backward(layer, this_round, no_rows, record).end()
 
 
 def _full(tensor: Tensor) -> Tensor:

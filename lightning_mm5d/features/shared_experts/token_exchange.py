@@ -96,15 +96,15 @@ class Rounds:
 
     Args:
         group: these ranks, with messages in host memory.
-        most: the largest number of experts of a layer.
+        max_experts: the largest number of experts of a layer.
         serve: does what others want.
 
     Attributes:
         place: of this rank in the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, most: int, serve: Callable[[Round], None]) -> None:
-        self._group, self._most, self._serve = group, most, serve
+    def __init__(self, group: dist.ProcessGroup, max_experts: int, serve: Callable[[Round], None]) -> None:
+        self._group, self._max_experts, self._serve = group, max_experts, serve
         self._size, self.place = dist.get_world_size(group), dist.get_rank(group)
 
     def reach(self, wish: Wish, *, forward: bool) -> Round | None:
@@ -118,19 +118,19 @@ class Rounds:
             RankMismatchError: on all ranks, when they run different actions.
         """
         while True:
-            found = self._exchanged(wish, forward)
-            if all(one.kind == END for one in found):
+            wishes = self._exchanged(wish, forward)
+            if all(wish.kind == END for wish in wishes):
                 return None
-            chosen = min((one for one in found if one.kind != END), key=_order(forward))
-            same = [one for one in found if one[:3] == chosen[:3]]
-            counts = tuple(one.counts if one[:3] == chosen[:3] else (0,) * len(chosen.counts) for one in found)
-            trains, wants = (any(getattr(one, name) for one in same) for name in ("trains", "wants"))
-            wishing = frozenset(place for place, one in enumerate(found) if one[:3] == chosen[:3])
-            calls = tuple((one.expert, one.batch) if one[:3] == chosen[:3] else (0, 0) for one in found)
-            one_round = Round(chosen, trains, wants, counts, wishing, calls)
+            chosen = min((wish for wish in wishes if wish.kind != END), key=_order(forward))
+            agreeing = [wish for wish in wishes if wish[:3] == chosen[:3]]
+            counts = tuple(wish.counts if wish[:3] == chosen[:3] else (0,) * len(chosen.counts) for wish in wishes)
+            trains, wants = (any(getattr(wish, name) for wish in agreeing) for name in ("trains", "wants"))
+            wishing = frozenset(place for place, wish in enumerate(wishes) if wish[:3] == chosen[:3])
+            calls = tuple((wish.expert, wish.batch) if wish[:3] == chosen[:3] else (0, 0) for wish in wishes)
+            this_round = Round(chosen, trains, wants, counts, wishing, calls)
             if wish[:3] == chosen[:3]:
-                return one_round
-            self._serve(one_round)
+                return this_round
+            self._serve(this_round)
 
     def agree(self, wish: bool) -> bool:
         """Whether all ranks wish something; collective, between actions."""
@@ -139,7 +139,7 @@ class Rounds:
         return bool(wishes)
 
     def _exchanged(self, wish: Wish, forward: bool) -> list[Wish]:
-        counts = [*wish.counts, *[0] * (self._most - len(wish.counts))]
+        counts = [*wish.counts, *[0] * (self._max_experts - len(wish.counts))]
         sent = torch.tensor([int(forward), *wish[:_FIELDS], *counts])
         came = sent.new_empty(self._size * len(sent))
         all_gather_single(came, sent, group=self._group)
@@ -152,8 +152,8 @@ class Rounds:
 def _order(forward: bool) -> Callable[[Wish], tuple[int, ...]]:
     """The order in which layers run: in a backward from the last to the first, each computed again before."""
     if forward:
-        return lambda one: (one.layer, one.number)
-    return lambda one: (-one.layer, one.kind, -one.number)
+        return lambda wish: (wish.layer, wish.number)
+    return lambda wish: (-wish.layer, wish.kind, -wish.number)
 
 
 class Lengths(NamedTuple):
@@ -224,10 +224,10 @@ class TokenGroup:
 
     def begin(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Arriving:
         """Begin to send rows ``[sum(sent), H]`` to each rank in turn; those of each arrive, ``[sum(received), H]``."""
-        rows, found = rows.contiguous(), rows.new_empty(sum(received), *rows.shape[1:])
-        work = dist.all_to_all_single(found, rows, list(received), list(sent), group=self._group, async_op=True)
+        rows, arriving = rows.contiguous(), rows.new_empty(sum(received), *rows.shape[1:])
+        work = dist.all_to_all_single(arriving, rows, list(received), list(sent), group=self._group, async_op=True)
         self.moved += (sum(sent) - sent[self.index]) * rows[:1].nbytes
-        return Arriving(self, found, rows, work)
+        return Arriving(self, arriving, rows, work)
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """As `begin`, and wait."""
@@ -267,16 +267,16 @@ def forward(rows: Tensor, lengths: Lengths, group: TokenGroup, experts: Experts)
 
 
 def recorded_forward(
-    rows: Tensor, lengths: Lengths, group: TokenGroup, experts: Experts, number: int, found: Round
+    rows: Tensor, lengths: Lengths, group: TokenGroup, experts: Experts, number: int, this_round: Round
 ) -> tuple[Arriving, Record]:
     """Return the results of `rows`, in their order, which are under way, and what the backward needs."""
     came = group.exchange(rows, lengths.sent, lengths.received)
     # hooks of a checkpoint around the layer must not pack what belongs to the tokens of other ranks
     with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
-        came = came.requires_grad_(found.wants)
+        came = came.requires_grad_(this_round.wants)
         results = experts(came, lengths)
     returned = came.detach() if results is None else results.detach()
-    record = Record(number, lengths, came, results, found.wants, found.wishing)
+    record = Record(number, lengths, came, results, this_round.wants, this_round.wishing)
     return group.begin(returned.to(rows.dtype), lengths.received, lengths.sent), record
 
 
@@ -291,7 +291,7 @@ class Backward:
 
     def __init__(self, gradient: Tensor, record: Record, group: TokenGroup) -> None:
         self._record, self._group, self._ended = record, group, False
-        self._found: Tensor | None = None
+        self._gradients: Tensor | None = None
         self._came = group.begin(gradient, record.lengths.sent, record.lengths.received)
 
     def end(self) -> Tensor | None:
@@ -300,8 +300,8 @@ class Backward:
         The first call does it, collectively. The graph stays where some rank's backward of the record is to come.
         """
         if not self._ended:
-            self._ended, self._found = True, self._run()
-        return self._found
+            self._ended, self._gradients = True, self._run()
+        return self._gradients
 
     def _run(self) -> Tensor | None:
         record, came = self._record, self._came.wait()
@@ -310,10 +310,10 @@ class Backward:
             torch.autograd.backward(record.results, came.to(record.results.dtype), retain_graph=bool(record.left))
         if not record.wants:
             return None
-        own = record.rows.grad
-        if own is None:
-            own = torch.zeros_like(record.rows)
-        return self._group.exchange(own, record.lengths.received, record.lengths.sent)
+        gradient = record.rows.grad
+        if gradient is None:
+            gradient = torch.zeros_like(record.rows)
+        return self._group.exchange(gradient, record.lengths.received, record.lengths.sent)
 
 
 def _itself(tensor: Any) -> Any:
@@ -377,8 +377,8 @@ class Leave(torch.autograd.Function):
     @staticmethod
     @ends_graph
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.call.arrive_back()
-        return None, found if ctx.needs_input_grad[1] else None, None
+        gradients = ctx.call.arrive_back()
+        return None, gradients if ctx.needs_input_grad[1] else None, None
 
 
 class Arrive(torch.autograd.Function):
