@@ -174,7 +174,7 @@ class Replay:
 
     def _storage(self, memory: int) -> UntypedStorage:
         if memory not in self._storages:
-            self._storages[memory] = _initial_storage(self.memories[memory])
+            self._storages[memory] = _made(self.memories[memory])
         return self._storages[memory]
 
     def _run(self, step: Step) -> None:
@@ -186,7 +186,7 @@ class Replay:
             if not step.dropped:
                 return self._storage(memory)
             if memory not in scratch:
-                scratch[memory] = _initial_storage(self.memories[memory])
+                scratch[memory] = _made(self.memories[memory])
             return scratch[memory]
 
         def value(item: Any) -> Any:
@@ -241,7 +241,7 @@ class Replay:
         view.tensor(self._storage(view.memory)).copy_(fresh)
 
 
-def _initial_storage(memory: Memory) -> UntypedStorage:
+def _made(memory: Memory) -> UntypedStorage:
     if memory.initial is not None:
         return memory.initial.clone().untyped_storage()
     return torch.zeros(memory.n_bytes, dtype=torch.uint8, device=memory.device).untyped_storage()
