@@ -193,7 +193,7 @@ class DeferredInit(TorchDispatchMode):
         for tensor in [*call.written, *(t for t in call.tensors if t.is_meta)]:
             self.adopt(tensor)
         twins = {id(t): self._memories.twin(t) for t in call.tensors}
-        given = {id(twins[id(t)]): t for t in call.tensors}
+        originals = {id(twins[id(t)]): t for t in call.tensors}
         args, kwargs = call.mapped(lambda t: twins.get(id(t), t), device=META, generator=None)
         if call.signature.shape_only:
             kwargs["device"] = META
@@ -202,7 +202,7 @@ class DeferredInit(TorchDispatchMode):
         except NotImplementedError:
             return self._run_for_real(call)
         self._journal.note(call, list(leaves(results)))
-        return mapped(lambda t: given.get(id(t), t), results)
+        return mapped(lambda t: originals.get(id(t), t), results)
 
     def _run_for_real(self, call: Call) -> Any:
         """Run a call with the contents that deferred tensors have now; its results are real."""
