@@ -86,8 +86,8 @@ def record_in(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
         record: dict[str, Any] = json.loads(text)
         version = int(record["version"])
         wrong = [key for key in ("models", "processors", "same") if not isinstance(record[key], list)]
-        wrong += [each for each in record["models"] if not {"path", "name", "kind"} <= each.keys()]
-        wrong += [each for each in record["processors"] if not {"path", "class", "files"} <= each.keys()]
+        wrong += [model for model in record["models"] if not {"path", "name", "kind"} <= model.keys()]
+        wrong += [processor for processor in record["processors"] if not {"path", "class", "files"} <= processor.keys()]
         if wrong:
             raise ValueError(f"it has no such {str(wrong[0])[:100]}")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -104,7 +104,7 @@ def _outermost(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Paths and models that lie in no other model, each once, by its first path."""
     classes = imported("transformers.modeling_utils", "PreTrainedModel"), imported("peft.peft_model", "PeftModel")
     kinds = tuple(kind for kind in classes if kind is not None)
-    models = [(path, each) for path, each in module.named_modules() if isinstance(each, kinds)]
+    models = [(path, part) for path, part in module.named_modules() if isinstance(part, kinds)]
     inner = {id(child) for _, model in models for child in model.modules() if child is not model}
     return ((path, model) for path, model in models if id(model) not in inner)
 
@@ -212,7 +212,7 @@ def _adapter(model: Any, adapter: str, tensors: Mapping[str, Tensor]) -> dict[st
     return {
         "config": _adapter_config(model, adapter),
         "tensors": file_tensors,
-        "trained_outside": [name for name, each in tensors.items() if each.requires_grad and name not in saved],
+        "trained_outside": [name for name, tensor in tensors.items() if tensor.requires_grad and name not in saved],
     }
 
 
@@ -271,7 +271,7 @@ def _processors(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     attributes = [item for owner in owners for item in getattr(owner, "__dict__", {}).items()]
     known = {id(value): (name, value) for name, value in attributes if isinstance(value, kinds)}
     whole = [value for _, value in known.values() if mixin and isinstance(value, mixin)]
-    parts = {id(part) for each in whole for part in vars(each).values()}
+    parts = {id(part) for processor in whole for part in vars(processor).values()}
     return (item for key, item in known.items() if key not in parts)
 
 
