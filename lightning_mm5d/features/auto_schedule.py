@@ -98,8 +98,8 @@ def _all_jobs(graph: Graph) -> list[tuple[_Jobs, _Jobs, _Jobs]]:
         for stage in stages:
             shared: dict[Node, int] = {}
             for m in node.microbatches:
-                other = graph.node_of(stage, m)
-                shared[other] = shared.get(other, 0) + 1
+                instance = graph.node_of(stage, m)
+                shared[instance] = shared.get(instance, 0) + 1
             yield [(jobs[number[other]][kind], count) for other, count in shared.items()]
 
     for node, forward, _, _ in nodes:
@@ -107,21 +107,21 @@ def _all_jobs(graph: Graph) -> list[tuple[_Jobs, _Jobs, _Jobs]]:
         forward.heads.extend(forward.paced(_elementwise_max(len(node.microbatches), *sources)))
     for node, forward, gradient, weight in reversed(nodes):
         if graph.has_backward(node.stage):
-            own = [time + forward.duration for time in forward.heads]
+            node_times = [time + forward.duration for time in forward.heads]
             targets = [_ends(theirs) for theirs in others(node, graph.successors(node.stage), 1)]
-            gradient.heads.extend(gradient.paced(_elementwise_max(len(own), own, *targets)))
+            gradient.heads.extend(gradient.paced(_elementwise_max(len(node_times), node_times, *targets)))
             weight.heads.extend(time + gradient.duration for time in gradient.heads)
-            weight.tails.extend(number * weight.duration for number in range(len(own)))
+            weight.tails.extend(number * weight.duration for number in range(len(node_times)))
     for node, _, gradient, weight in nodes:
         if graph.has_backward(node.stage):
-            own = [time + weight.duration for time in weight.tails]
+            node_times = [time + weight.duration for time in weight.tails]
             passed = [src for src in graph.predecessors(node.stage) if graph.has_backward(src)]
             sources = [_remainders(theirs) for theirs in others(node, passed, 1)]
-            gradient.tails.extend(gradient.paced(_elementwise_max(len(own), own, *sources)))
+            gradient.tails.extend(gradient.paced(_elementwise_max(len(node_times), node_times, *sources)))
     for node, forward, gradient, _ in reversed(nodes):
-        own = [time + gradient.duration for time in gradient.tails]
+        node_times = [time + gradient.duration for time in gradient.tails]
         targets = [_remainders(theirs) for theirs in others(node, graph.successors(node.stage), 0)]
-        forward.tails.extend(forward.paced(_elementwise_max(len(node.microbatches), own, *targets)))
+        forward.tails.extend(forward.paced(_elementwise_max(len(node.microbatches), node_times, *targets)))
     return jobs
 
 

@@ -53,8 +53,8 @@ class _Averages(Attached):
         self._module, self._plan, self._rank = running.module, running.plan, running.rank
         self._buffers, self._wire = running.buffers, message_device(running.device)
         strategy: Any = running.trainer.strategy
-        found = [one for one in map(_average, vars(running.trainer)["callbacks"]) if one is not None]
-        self._holders = {str(number): one for number, one in enumerate(found)}
+        holders = [holder for holder in map(_average, vars(running.trainer)["callbacks"]) if holder is not None]
+        self._holders = {str(number): holder for number, holder in enumerate(holders)}
         strategy.copies = self._roots = {name: _root(holder) for name, holder in self._holders.items()}
         for name, holder in self._holders.items():
             root = self._roots[name]
@@ -80,20 +80,20 @@ class _Averages(Attached):
 
     def _cut(self, root: nn.Module) -> None:
         """Give a full copy the form that the module has."""
-        own, mains = dict(tensors_of(self._module)), computing_dtypes(self._module)
-        remote = [name for name, tensor in own.items() if is_placeholder(tensor)]
+        tensors, mains = dict(tensors_of(self._module)), computing_dtypes(self._module)
+        remote = [name for name, tensor in tensors.items() if is_placeholder(tensor)]
         holdings = Holdings(self._plan, self._module)
-        device = next((one.device for one in root.parameters()), torch.device("cpu"))
+        device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))
         drop_parameters(root, remote, device, Guard(self._plan.ownership.holders))
         for name, tensor in tensors_of(root):
             if name in mains and isinstance(tensor, nn.Parameter):
-                widen(tensor, own[name].dtype)
-            if name not in own or is_remote(tensor) or is_remote(own[name]):
+                widen(tensor, tensors[name].dtype)
+            if name not in tensors or is_remote(tensor) or is_remote(tensors[name]):
                 continue
             if tensor.is_meta:
-                _set(root, name, own[name].detach().clone())
-            elif tensor.shape != own[name].shape:
-                shape = own[name].shape
+                _set(root, name, tensors[name].detach().clone())
+            elif tensor.shape != tensors[name].shape:
+                shape = tensors[name].shape
                 tensor.data = holdings.of(name, self._rank, shape).cut(tensor.detach(), tensor.new_empty(shape))
 
 
@@ -131,11 +131,11 @@ def _is_elementwise(name: str, function: Callable[..., Any]) -> bool:
     """Whether a function averages each element by itself, as tried on two small matrices; True if it cannot be."""
 
     def averaged(averages: list[Tensor], models: list[Tensor]) -> list[Tensor]:
-        averages = [one.clone() for one in averages]
+        averages = [average.clone() for average in averages]
         if name == "multi_avg_fn":
             function(averages, models, torch.tensor(2))
             return averages
-        return [function(one, other, torch.tensor(2)) for one, other in zip(averages, models, strict=True)]
+        return [function(average, model, torch.tensor(2)) for average, model in zip(averages, models, strict=True)]
 
     generator = torch.Generator().manual_seed(0)
     averages, models = (
@@ -182,15 +182,15 @@ def _state_dict(
         return type(holder).state_dict(holder, *arguments, **options)
     if not isinstance(holder, AveragedModel):
         return dict(of_root())
-    own = {name: value.detach() for name, value in holder.named_buffers(recurse=False)}
-    return own | {f"module.{name}": value for name, value in of_root().items()}
+    buffers = {name: value.detach() for name, value in holder.named_buffers(recurse=False)}
+    return buffers | {f"module.{name}": value for name, value in of_root().items()}
 
 
 def _update(holder: AveragedModel, module: nn.Module, *arguments: Any, **options: Any) -> None:
     """Update an average, after its buffers know which of the module's have no value on this rank."""
-    own = dict(module.named_buffers())
+    buffers = dict(module.named_buffers())
     for name, buffer in list(holder.module.named_buffers()):
-        value = own.get(name)
+        value = buffers.get(name)
         if is_remote(value) and not is_remote(buffer):
             _set(holder.module, name, marked(buffer.detach().clone(), value.origin))
     AveragedModel.update_parameters(holder, *arguments, **options)

@@ -51,8 +51,12 @@ class CopiedModules(Attached):
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
-        own = {path: one for path, one in module.named_modules() if not isinstance(one, (Metric, MetricCollection))}
-        self._before = {path: (one, _attributes(one)) for path, one in own.items() if path and not hasattr(one, _COPY)}
+        modules = {
+            path: child for path, child in module.named_modules() if not isinstance(child, (Metric, MetricCollection))
+        }
+        self._before = {
+            path: (child, _attributes(child)) for path, child in modules.items() if path and not hasattr(child, _COPY)
+        }
 
     def attach(self, guard: Guard) -> None:
         """Take what has changed since this object was made as the run's."""
@@ -88,26 +92,26 @@ class _Copy:
                 f"{self._path} is copied where this rank has parts of the weights, and its copy would compute with "
                 "those of the original: copy it in a hook, such as on_fit_start, or before the fit"
             )
-        own = vars(self._module)
-        kept = dict(own)
-        shown = self._as_before() if self._guard.shows_full else kept
+        attributes = vars(self._module)
+        saved = dict(attributes)
+        shown = self._as_before() if self._guard.shows_full else saved
         try:
-            own.clear()
-            own.update({**shown, _COPY: None})
-            found = copy.deepcopy(self._module, memo)
-            vars(found).pop(_COPY)
-            return found
+            attributes.clear()
+            attributes.update({**shown, _COPY: None})
+            copied = copy.deepcopy(self._module, memo)
+            vars(copied).pop(_COPY)
+            return copied
         finally:
-            own.clear()
-            own.update(kept)
+            attributes.clear()
+            attributes.update(saved)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # pickles of a module are read where no run is
 
     def _now(self) -> dict[str, Any]:
         """What the run has put there, where nobody has put something else."""
-        found = {name: (value, vars(self._module).get(name)) for name, (value, _) in self._changes.items()}
-        return {name: value for name, (value, now) in found.items() if now is value or isinstance(value, OrderedDict)}
+        values = {name: (value, vars(self._module).get(name)) for name, (value, _) in self._changes.items()}
+        return {name: value for name, (value, now) in values.items() if now is value or isinstance(value, OrderedDict)}
 
     def _as_before(self) -> dict[str, Any]:
         """The attributes of the module without what the run has put there."""
@@ -127,8 +131,8 @@ class _Copy:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module but its tensors and submodules, and copies of its dicts of hooks."""
-    own = {name: value for name, value in vars(module).items() if name not in _TENSORS}
-    return {name: OrderedDict(value) if isinstance(value, OrderedDict) else value for name, value in own.items()}
+    attributes = {name: value for name, value in vars(module).items() if name not in _TENSORS}
+    return {name: OrderedDict(value) if isinstance(value, OrderedDict) else value for name, value in attributes.items()}
 
 
 def _same(value: Any, before: Any) -> bool:

@@ -63,7 +63,7 @@ class DeviceFigures(Feature):
     def attach(self, running: Running) -> Attached | None:
         """Add the figures to those of the accelerator."""
         callbacks = vars(running.trainer)["callbacks"]
-        return _Figures(running) if any(isinstance(one, DeviceStatsMonitor) for one in callbacks) else None
+        return _Figures(running) if any(isinstance(callback, DeviceStatsMonitor) for callback in callbacks) else None
 
 
 class _Figures(Attached, AroundSteps, AroundStep):
@@ -90,9 +90,9 @@ class _Figures(Attached, AroundSteps, AroundStep):
         before, self._sent = self._sent, self._transport.bytes_sent if self._transport else 0
         loads = LoadFigures.of(self._experts.loads().values()) if self._experts else LoadFigures()
         figures = [*self._recorder.shares(), self._sent - before, self._peak(), *loads]
-        own = torch.tensor(figures, dtype=torch.float64, device=self._wire)
-        gathered = [torch.empty_like(own) for _ in self._stages]
-        dist.all_gather(gathered, own)
+        local_figures = torch.tensor(figures, dtype=torch.float64, device=self._wire)
+        gathered = [torch.empty_like(local_figures) for _ in self._stages]
+        dist.all_gather(gathered, local_figures)
         self._figures = {
             f"mm5d/rank{rank}/{stage}/{name}": value
             for rank, (stage, values) in enumerate(zip(self._stages, torch.stack(gathered).tolist(), strict=True))

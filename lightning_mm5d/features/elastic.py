@@ -97,34 +97,32 @@ def rest_of_shards(
     """
     leaf = leaf_of(indices)
     is_shared = isinstance(leaf, DistributedSampler)
-    alone = list(itertools.takewhile(lambda segment: segment[0] == 1, segments)) if SEED not in epoch.begun else []
-    if not is_shared and SEED not in epoch.begun and len(alone) in (0, len(segments)):
+    solo = list(itertools.takewhile(lambda segment: segment[0] == 1, segments)) if SEED not in epoch.begun else []
+    if not is_shared and SEED not in epoch.begun and len(solo) in (0, len(segments)):
         return [_later(indices, segments) for _ in shards]
     if is_shared and type(leaf) not in MOVABLE:
         raise _unrepeatable(indices, segments, num_shards, f"a sampler of class {type(leaf).__name__}")
     leaf = indices if leaf is None else leaf
     drop_last = getattr(leaf, "drop_last", False)
-    items = (
-        _shared_order(loader, indices, leaf, epoch) if not alone else _own_order(loader, indices, leaf, alone, epoch)
-    )
+    items = _shared_order(loader, indices, leaf, epoch) if not solo else _own_order(loader, indices, leaf, solo, epoch)
 
     def share(count: int, shard: int, batch_size: int | None) -> Any:
         batches = placed(loader, indices, leaf, Rest(items, count, shard, drop_last))
         _set_batch_size(batches, batch_size)
         return batches
 
-    for count, batch_size, batches in segments[len(alone) :]:
+    for count, batch_size, batches in segments[len(solo) :]:
         consumed: Counter[Any] = Counter()
         for shard in range(count):
             order = drawn(share(count, shard, batch_size), epoch.seed, epoch.number)
             for batch in itertools.islice(order, batches):
                 consumed.update([batch] if batch_size is None and indices is leaf else batch)
         items = _without(items, consumed)
-    left = [share(num_shards, shard, batch_size_of(indices)) for shard in shards]
+    rests = [share(num_shards, shard, batch_size_of(indices)) for shard in shards]
     if shares is None:
-        return left
+        return rests
     whole = Rest(items, 1, 0, drop_last=False)
-    return [part_of("dealing").dealt(left[0], shares, shard, whole) for shard in shards]
+    return [part_of("dealing").dealt(rests[0], shares, shard, whole) for shard in shards]
 
 
 def _shared_order(loader: DataLoader[Any], indices: Any, leaf: Any, epoch: Epoch) -> list[Any]:
@@ -133,12 +131,12 @@ def _shared_order(loader: DataLoader[Any], indices: Any, leaf: Any, epoch: Epoch
         source: Any = private(leaf.dataset, "_sampler") if isinstance(leaf, WRAPPERS) else leaf.dataset
         whole: Any = type(leaf)(source, 1, 0, leaf.shuffle, leaf.seed, drop_last=False)
     else:  # what Lightning puts in for a sampler like this one
-        own = indices if isinstance(loader.sampler, ShardOrder) else loader.sampler
+        sampler = indices if isinstance(loader.sampler, ShardOrder) else loader.sampler
         seed = epoch.begun[SEED]
-        if isinstance(own, RandomSampler | SequentialSampler):
+        if isinstance(sampler, RandomSampler | SequentialSampler):
             whole = DistributedSampler(loader.dataset, 1, 0, shuffle=True, seed=seed)
         else:
-            whole = DistributedSamplerWrapper(EpochOrder(own, epoch.seed), 1, 0, shuffle=True, seed=seed)
+            whole = DistributedSamplerWrapper(EpochOrder(sampler, epoch.seed), 1, 0, shuffle=True, seed=seed)
     whole.set_epoch(epoch.number)
     return list(whole)
 
@@ -147,22 +145,22 @@ def _own_order(
     loader: DataLoader[Any], indices: Any, leaf: Any, segments: Sequence[Segment], epoch: Epoch
 ) -> list[Any]:
     """Return what is left of an epoch in the order of the user's own sampler, after what one replica has consumed."""
-    own: Any = leaf
+    sampler: Any = leaf
     if isinstance(leaf, WRAPPERS):
-        own = private(leaf.dataset, "_sampler").sampler
+        sampler = private(leaf.dataset, "_sampler").sampler
     elif isinstance(leaf, DistributedSampler):
-        own = _own_sampler(leaf.dataset, epoch.begun.get(RANDOM))
-    batches = drawing_from(own, loader, indices, leaf)
+        sampler = _own_sampler(leaf.dataset, epoch.begun.get(RANDOM))
+    batches = drawing_from(sampler, loader, indices, leaf)
     if hasattr(batches, "drop_last"):
         batches.drop_last = False
-    generator = getattr(own, "generator", None)
+    generator = getattr(sampler, "generator", None)
     is_the_loaders = generator is not None and "indices.sampler.generator" not in epoch.before
     set_generator_states(epoch.before, {"generator": generator if is_the_loaders else None, "indices": batches})
     if is_the_loaders:  # from which a DataLoader draws the seed of its workers first
         torch.empty((), dtype=torch.int64).random_(generator=generator)
     _set_batch_size(batches, segments[-1][1])
     order = drawn(_later(batches, segments), epoch.seed, epoch.number, epoch.drawing)
-    return list(itertools.chain.from_iterable(order)) if batches is not own else list(order)
+    return list(itertools.chain.from_iterable(order)) if batches is not sampler else list(order)
 
 
 def _own_sampler(dataset: Any, arguments: dict[str, Any] | None) -> Sampler[Any]:

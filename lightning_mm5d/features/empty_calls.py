@@ -57,7 +57,7 @@ class ViewsOfOneRow(TorchFunctionMode):
 
 def _callables(runtime: Runtime) -> Iterator[tuple[nn.Module, str]]:
     """The boundaries of encoders, and the largest modules in which no modality has layers, with their methods."""
-    root, layers = runtime.root, {layer for found in runtime.lists.values() for layer in found}
+    root, layers = runtime.root, {layer for modules in runtime.lists.values() for layer in modules}
     boundaries = [boundary for encoder in runtime.partition.encoders.values() for boundary in encoder.boundaries]
     of_encoders = {(root.get_submodule(boundary.path), boundary.method) for boundary in boundaries}
     yield from of_encoders
@@ -86,15 +86,15 @@ def _with_views(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _sizes(tensor: Tensor, *shape: Any, **given: Any) -> tuple[int, ...] | None:
     """Return the sizes that a view would have; None where one row does not tell."""
-    (found,) = given.values() if given else shape if len(shape) == 1 else (shape,)
-    if isinstance(found, (torch.dtype, int)):
+    (target,) = given.values() if given else shape if len(shape) == 1 else (shape,)
+    if isinstance(target, (torch.dtype, int)):
         return None
-    sizes = [int(size) for size in found]
+    sizes = [int(size) for size in target]
     if tensor.numel() or sizes.count(-1) != 1 or sizes.count(0) != [*tensor.shape].count(0):
         return None
     known = math.prod(size or 1 for size in sizes if size != -1)
-    whole, left = divmod(math.prod(size or 1 for size in tensor.shape), known)
-    return None if left else tuple(whole if size == -1 else size for size in sizes)
+    whole, remainder = divmod(math.prod(size or 1 for size in tensor.shape), known)
+    return None if remainder else tuple(whole if size == -1 else size for size in sizes)
 
 
 FEATURE = EmptyCalls

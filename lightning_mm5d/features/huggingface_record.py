@@ -78,16 +78,16 @@ def record_in(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
         CheckpointCorruptError: it is not what `describe` makes.
         ConfigError: a later version of lightning_mm5d made it.
     """
-    own = checkpoint.get(KEY)
-    text = own.get(RECORD) if isinstance(own, Mapping) else None
+    section = checkpoint.get(KEY)
+    text = section.get(RECORD) if isinstance(section, Mapping) else None
     if text is None:
         return None
     try:
         record: dict[str, Any] = json.loads(text)
         version = int(record["version"])
         wrong = [key for key in ("models", "processors", "same") if not isinstance(record[key], list)]
-        wrong += [each for each in record["models"] if not {"path", "name", "kind"} <= each.keys()]
-        wrong += [each for each in record["processors"] if not {"path", "class", "files"} <= each.keys()]
+        wrong += [model for model in record["models"] if not {"path", "name", "kind"} <= model.keys()]
+        wrong += [processor for processor in record["processors"] if not {"path", "class", "files"} <= processor.keys()]
         if wrong:
             raise ValueError(f"it has no such {str(wrong[0])[:100]}")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -102,9 +102,9 @@ def record_in(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _outermost(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Paths and models that lie in no other model, each once, by its first path."""
-    found = imported("transformers.modeling_utils", "PreTrainedModel"), imported("peft.peft_model", "PeftModel")
-    kinds = tuple(kind for kind in found if kind is not None)
-    models = [(path, each) for path, each in module.named_modules() if isinstance(each, kinds)]
+    classes = imported("transformers.modeling_utils", "PreTrainedModel"), imported("peft.peft_model", "PeftModel")
+    kinds = tuple(kind for kind in classes if kind is not None)
+    models = [(path, part) for path, part in module.named_modules() if isinstance(part, kinds)]
     inner = {id(child) for _, model in models for child in model.modules() if child is not model}
     return ((path, model) for path, model in models if id(model) not in inner)
 
@@ -120,33 +120,33 @@ def _shared(state: Mapping[str, Any]) -> list[list[str]]:
 
 def _model(path: str, model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     prefix = f"{path}." if path else ""
-    own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-    own = {name: value for name, value in own.items() if isinstance(value, Tensor)}
-    found: dict[str, Any] = {"path": path, "name": type(model).__name__}
+    tensors = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+    record: dict[str, Any] = {"path": path, "name": type(model).__name__}
     try:
         adapters = getattr(model, "peft_config", None)
         if adapters:
-            return found | {"kind": "adapter", "adapters": {name: _adapter(model, name, own) for name in adapters}}
-        return found | {"kind": "model"} | _pretrained(model, own)
+            return record | {"kind": "adapter", "adapters": {name: _adapter(model, name, tensors) for name in adapters}}
+        return record | {"kind": "model"} | _pretrained(model, tensors)
     except Exception as error:  # of somebody's own configuration or model; the checkpoint is saved all the same
-        return found | {"kind": UNKNOWN, "error": f"{type(error).__name__}: {error}"}
+        return record | {"kind": UNKNOWN, "error": f"{type(error).__name__}: {error}"}
 
 
 # --- models ---
 
 
-def _pretrained(model: Any, own: Mapping[str, Tensor]) -> dict[str, Any]:
+def _pretrained(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     generates = model.can_generate() and model.generation_config is not None
-    ties = _tied(model, own)
+    ties = _tied(model, tensors)
     ignored = model._keys_to_ignore_on_save or ()  # documented in PreTrainedModel for those who derive from it
     return {
         "class": _class(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "config": _config(model),
         "generation_config": json.loads(model.generation_config.to_json_string()) if generates else None,
-        "names": [name for name in own if name not in ties and name not in ignored],
+        "names": [name for name in tensors if name not in ties and name not in ignored],
         "tied": ties,
-        "ignored": [name for name in own if name in ignored],
+        "ignored": [name for name in tensors if name in ignored],
         "conversions": _conversions(model),
         "quantized": bool(getattr(model, "is_quantized", False)),
     }
@@ -170,21 +170,21 @@ def _config(model: Any) -> dict[str, Any]:
     return json.loads(config.to_json_string())
 
 
-def _tied(model: Any, own: Mapping[str, Tensor]) -> dict[str, str]:
+def _tied(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the names that are left out of a file, each with the one that is written for it.
 
     Leaves out a tied tensor only where `from_pretrained` ties it again by the configuration. Other tensors that share
     memory are written under each of their names.
     """
     declared = model.get_expanded_tied_weights_keys(all_submodels=True)
-    found: dict[str, str] = {}
-    for names in _shared(own):
+    ties: dict[str, str] = {}
+    for names in _shared(tensors):
         targets = sorted(name for name in names if name in declared)
         if len(targets) == len(names):
             targets.pop()
-        kept = next(name for name in names if name not in targets)
-        found |= dict.fromkeys(targets, kept)
-    return found
+        written = next(name for name in names if name not in targets)
+        ties |= dict.fromkeys(targets, written)
+    return ties
 
 
 def _conversions(model: nn.Module) -> list[Any] | None:
@@ -205,22 +205,22 @@ def conversion_key(transform: Any) -> list[Any]:
 # --- adapters ---
 
 
-def _adapter(model: Any, adapter: str, own: Mapping[str, Tensor]) -> dict[str, Any]:
+def _adapter(model: Any, adapter: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The configuration of one adapter, and which tensor of the model is which of its file."""
-    tensors = _adapter_tensors(model, adapter, own)
-    kept = set(tensors.values()) if tensors is not None else set()
+    file_tensors = _adapter_tensors(model, adapter, tensors)
+    saved = set(file_tensors.values()) if file_tensors is not None else set()
     return {
         "config": _adapter_config(model, adapter),
-        "tensors": tensors,
-        "trained_outside": [name for name, each in own.items() if each.requires_grad and name not in kept],
+        "tensors": file_tensors,
+        "trained_outside": [name for name, tensor in tensors.items() if tensor.requires_grad and name not in saved],
     }
 
 
-def _adapter_tensors(model: Any, adapter: str, own: Mapping[str, Tensor]) -> dict[str, str] | None:
+def _adapter_tensors(model: Any, adapter: str, state: Mapping[str, Tensor]) -> dict[str, str] | None:
     """Names in the adapter's file, each with the name in the model; None where a file holds computed tensors."""
     import peft
 
-    marks = {name: torch.empty(0, device="meta") for name in own}  # peft chooses and renames: each keeps its identity
+    marks = {name: torch.empty(0, device="meta") for name in state}  # peft chooses and renames: each keeps its identity
     names = {id(mark): name for name, mark in marks.items()}
     embeddings = _with_embeddings(model, model.peft_config[adapter])
     try:
@@ -266,12 +266,12 @@ def _adapter_config(model: Any, adapter: str) -> dict[str, Any]:
 def _processors(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """Attributes that turn texts, images or sounds into inputs, without those that are parts of another."""
     mixin = imported("transformers.processing_utils", "ProcessorMixin")
-    found = (mixin, *(imported(f"transformers.{place}", name) for place, name in _PROCESSORS))
-    kinds = tuple(kind for kind in found if kind is not None)
+    classes = (mixin, *(imported(f"transformers.{place}", name) for place, name in _PROCESSORS))
+    kinds = tuple(kind for kind in classes if kind is not None)
     attributes = [item for owner in owners for item in getattr(owner, "__dict__", {}).items()]
     known = {id(value): (name, value) for name, value in attributes if isinstance(value, kinds)}
     whole = [value for _, value in known.values() if mixin and isinstance(value, mixin)]
-    parts = {id(part) for each in whole for part in vars(each).values()}
+    parts = {id(part) for processor in whole for part in vars(processor).values()}
     return (item for key, item in known.items() if key not in parts)
 
 

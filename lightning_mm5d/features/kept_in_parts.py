@@ -113,14 +113,14 @@ class _Watched(Attached, AroundSteps):
 
     def _survey(self) -> None:
         """Look at the modules that there are, to which a hook may have added some."""
-        found = {path: one for path, one in self._module.named_modules() if path and not holds_metrics(one)}
-        if found.keys() == self.modules.keys() and all(one is self.modules[path] for path, one in found.items()):
+        modules = {path: part for path, part in self._module.named_modules() if path and not holds_metrics(part)}
+        if modules.keys() == self.modules.keys() and all(part is self.modules[path] for path, part in modules.items()):
             return
-        held, mine = _stages_below(self.plan), set(self.plan.topology.stages_of(self.rank))
-        self.modules = found
-        self.homes = {path: _home(path, held, self.plan) for path in found}
-        self.runs = {path for path in found if not mine.isdisjoint(held.get(path, ()))}
-        self.own = {path: one for path, one in found.items() if is_own(one) and self.is_here(path)}
+        held, stages = _stages_below(self.plan), set(self.plan.topology.stages_of(self.rank))
+        self.modules = modules
+        self.homes = {path: _home(path, held, self.plan) for path in modules}
+        self.runs = {path for path in modules if not stages.isdisjoint(held.get(path, ()))}
+        self.own = {path: module for path, module in modules.items() if is_own(module) and self.is_here(path)}
 
     def known(self, step: Any, number: int) -> list[str] | None:
         """Return the modules that the first step of its kind has changed in a replica; None for such a step."""
@@ -129,11 +129,11 @@ class _Watched(Attached, AroundSteps):
 
     def agree(self, step: Any, number: int, changed: Sequence[str]) -> list[str]:
         """Return the paths that any rank of a replica has changed, and note them; collective over its ranks."""
-        own, paths = set(changed), [*self.modules]
-        bits = self.most(number, [path in own for path in paths])
-        found = [path for path, bit in zip(paths, bits, strict=True) if bit]
-        self._known[step.name, number] = step.epoch, found
-        return found
+        local_paths, paths = set(changed), [*self.modules]
+        bits = self.most(number, [path in local_paths for path in paths])
+        agreed = [path for path, bit in zip(paths, bits, strict=True) if bit]
+        self._known[step.name, number] = step.epoch, agreed
+        return agreed
 
     def fails(self, number: int, fails: bool) -> bool:
         """Return whether a step fails on any rank of a replica; collective over these."""
@@ -202,8 +202,8 @@ class _Step(AroundStep):
         self._numbers: dict[str, list[dict[str, float]]] = {path: [_numbers(watched.modules[path])] for path in told}
         self._entered = 0
         self._is_apart = True
-        own = watched.own if watched.plan.topology.edges else {}
-        self._unwatched = {path: _places(one) for path, one in own.items() if path not in self._held}
+        modules = watched.own if watched.plan.topology.edges else {}
+        self._unwatched = {path: _places(module) for path, module in modules.items() if path not in self._held}
 
     def forward(self, run: Run, action: Action) -> AbstractContextManager[Any]:
         """Mark, after the run, what it has left in the modules whose home it is."""
@@ -213,13 +213,13 @@ class _Step(AroundStep):
     def _marked(self, stage: StageKey) -> Iterator[None]:
         self._entered += 1
         self._is_apart &= self._entered == 1  # side by side, microbatches write over each other
-        own = {path for path in self._here if self._watched.homes[path] == stage}
-        others = [_attributes(self._watched.modules[path]) for path in self._here - own]
+        of_stage = {path for path in self._here if self._watched.homes[path] == stage}
+        others = [_attributes(self._watched.modules[path]) for path in self._here - of_stage]
         yield
         self._entered -= 1
-        for one in others:  # which computed with stand-ins
-            one.restore()
-        for path in own:
+        for attributes in others:  # which computed with stand-ins
+            attributes.restore()
+        for path in of_stage:
             if len(self._known) == 1:
                 self._held[path].mark()
             if self._is_first:
@@ -233,8 +233,8 @@ class _Step(AroundStep):
         ]
         try:
             if any(failed):
-                for one in self._held.values():
-                    one.restore()
+                for attributes in self._held.values():
+                    attributes.restore()
             else:
                 self._tell_of_late()
                 self._join()
@@ -260,10 +260,10 @@ class _Step(AroundStep):
         if self._is_first and not fails:
             self._tell(changed)
         elsewhere = self._held.keys() - self._here
-        own = {path: dict(vars(self._watched.modules[path])) for path in elsewhere & self._watched.runs}
+        saved = {path: dict(vars(self._watched.modules[path])) for path in elsewhere & self._watched.runs}
         for path in elsewhere:
             self._held[path].restore()
-        sent: dict[str, set[str]] = {path: set() for path in own}
+        sent: dict[str, set[str]] = {path: set() for path in saved}
         for number in numbers:
             known = self._known[number]
             paths = self._watched.agree(self._step, number, changed) if known is None else known
@@ -274,10 +274,10 @@ class _Step(AroundStep):
                 rows = [[path, self._sent(path, changes.get(path))] for path in own_paths]
                 for path, change in self._watched.exchange(number, src, rows):
                     if change is not None and path in elsewhere:
-                        if path in own:
+                        if path in saved:
                             sent[path] |= {name for name, _ in change[1]}
                         self._held[path].apply(change)
-        for path, values in own.items():
+        for path, values in saved.items():
             self._keep_own(self._watched.modules[path], values, sent[path])
         for path, change in changes.items() if has_edges and not self._is_first else ():
             if change is not None and change[1] and not self._watched.has_own_homes(path):
@@ -285,17 +285,17 @@ class _Step(AroundStep):
 
     def _tell_of_parts(self, number: int, paths: Sequence[str], changes: Mapping[str, list[Any] | None]) -> None:
         """Tell of attributes that differ between the ranks that share a module; collective over a replica."""
-        own: dict[str, dict[str, list[float]]] = {}
+        local: dict[str, dict[str, list[float]]] = {}
         for path in paths:
             names = [name for name, _ in (changes.get(path) or ["entries", (), ()])[1]]
-            own[path] = {name: _digest(vars(self._watched.modules[path]).get(name)) for name in names}
+            local[path] = {name: _digest(vars(self._watched.modules[path]).get(name)) for name in names}
         rows = list[Any]()
         for src in sorted({self._watched.source(path, number) for path in paths}):
-            sent = [[path, [*own[path].items()]] for path in paths if self._watched.source(path, number) == src]
+            sent = [[path, [*local[path].items()]] for path in paths if self._watched.source(path, number) == src]
             rows += self._watched.exchange(number, src, sent)
-        found = [(path, name, digest) for path, digests in rows for name, digest in digests]
-        differs = [path in self._here and not _agree(own[path].get(name), digest) for path, name, digest in found]
-        for (path, name, _), is_part in zip(found, self._watched.most(number, differs), strict=True) if found else ():
+        shared = [(path, name, digest) for path, digests in rows for name, digest in digests]
+        differs = [path in self._here and not _agree(local[path].get(name), digest) for path, name, digest in shared]
+        for (path, name, _), is_part in zip(shared, self._watched.most(number, differs), strict=True) if shared else ():
             if is_part and self._watched.source(path, number) == self._watched.rank:
                 self._say(_PART, path, name)
 
@@ -311,13 +311,13 @@ class _Step(AroundStep):
         """What crosses of a change; a warning tells of what does not, unless code of the module itself reads it."""
         if change is None:
             return None
-        has_own, found = self._watched.has_own_homes(path), list[Any]()
-        for name, one in change[1]:
-            if has_own and _crosses(one):
-                found.append([name, one])
+        has_own, crossing = self._watched.has_own_homes(path), list[Any]()
+        for name, value in change[1]:
+            if has_own and _crosses(value):
+                crossing.append([name, value])
             elif has_own and not _is_read(type(self._watched.modules[path]), name):
                 self._say(_NOT_SENT, path, name)
-        return [change[0], found, change[2]]
+        return [change[0], crossing, change[2]]
 
     def _tell_of_late(self) -> None:
         for path, before in self._unwatched.items():
@@ -333,12 +333,12 @@ class _Step(AroundStep):
 
     def _tell(self, changed: Sequence[str]) -> None:
         for path in changed:
-            before, *left = self._numbers[path]
-            names = {name for one in left for name in one if len({each.get(name) for each in left}) > 1}
-            names = {name for name in names if left[-1].get(name) != before.get(name)}
+            before, *after = self._numbers[path]
+            names = {name for numbers in after for name in numbers if len({each.get(name) for each in after}) > 1}
+            names = {name for name in names if after[-1].get(name) != before.get(name)}
             if names and self._watched.source(path, min(self._step.microbatches)) == self._watched.rank:
-                said = _REPEATED.format(step=self._step.name, what=min(names), path=path, count=len(left))
-                warnings.warn(said, stacklevel=2)
+                message = _REPEATED.format(step=self._step.name, what=min(names), path=path, count=len(after))
+                warnings.warn(message, stacklevel=2)
 
 
 def _attributes(module: nn.Module) -> Any:
@@ -347,30 +347,30 @@ def _attributes(module: nn.Module) -> Any:
 
 def _numbers(module: nn.Module) -> dict[str, float]:
     """The attributes of a module that are single numbers."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in vars(module).items():
         if type(value) is Tensor and value.numel() == 1 and not (is_remote(value) or value.is_meta):
             value = value.item()
         if type(value) in (int, float):
-            found[name] = float(value)
-    return found
+            numbers[name] = float(value)
+    return numbers
 
 
 def _digest(value: Any) -> list[float]:
     """Sizes and sums of the tensors and numbers in a value."""
-    found = list[float]()
+    sums = list[float]()
     for leaf in tree_leaves(value):
         if type(leaf) is Tensor and not (is_remote(leaf) or leaf.is_meta):
-            found += [float(leaf.numel()), abs(leaf.detach() * 1.0).sum(dtype=torch.float64).item()]
+            sums += [float(leaf.numel()), abs(leaf.detach() * 1.0).sum(dtype=torch.float64).item()]
         elif type(leaf) in (int, float):
-            found.append(float(leaf))
-    return found
+            sums.append(float(leaf))
+    return sums
 
 
-def _agree(own: list[float] | None, other: list[float]) -> bool:
-    pairs = [*zip(own or (), other, strict=False)]
+def _agree(digest: list[float] | None, other: list[float]) -> bool:
+    pairs = [*zip(digest or (), other, strict=False)]
     same = all(math.isclose(*pair, rel_tol=1e-6) or all(map(math.isnan, pair)) for pair in pairs)
-    return own is not None and len(own) == len(other) and same
+    return digest is not None and len(digest) == len(other) and same
 
 
 def _crosses(change: list[Any]) -> bool:
@@ -389,11 +389,11 @@ def _crosses(change: list[Any]) -> bool:
 @functools.cache
 def _functions(owner: type) -> dict[str, list[FunctionType]]:
     """The functions that a class itself defines, by each global and attribute that their code names."""
-    found: dict[str, list[FunctionType]] = {}
+    functions: dict[str, list[FunctionType]] = {}
     for _, function in own_functions(owner) if owner.__module__.partition(".")[0] != "torch" else ():
         for name in {name for code in codes_in(function.__code__) for name in code.co_names}:
-            found.setdefault(name, []).append(function)
-    return found
+            functions.setdefault(name, []).append(function)
+    return functions
 
 
 def _uses(cls: type, name: str) -> Iterator[type | None]:
@@ -401,7 +401,7 @@ def _uses(cls: type, name: str) -> Iterator[type | None]:
 
     Parses only methods of which the compiled code has the name, one by one: a model of transformers has hundreds.
     """
-    for function in (one for owner in cls.__mro__ for one in _functions(owner).get(name, ())):
+    for function in (function for owner in cls.__mro__ for function in _functions(owner).get(name, ())):
         tree = tree_of(function)
         if tree is None:
             yield None
@@ -436,12 +436,12 @@ def _places(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 def _stages_below(plan: Plan) -> dict[str, set[StageKey]]:
     """The stages that hold a part of each module, by path."""
-    found: dict[str, set[StageKey]] = {}
+    by_path: dict[str, set[StageKey]] = {}
     for name, keys in plan.partition.owners.items():
         stages = {plan.topology.stage_of[key] for key in keys}
         while name := name.rpartition(".")[0]:
-            found.setdefault(name, set()).update(stages)
-    return found
+            by_path.setdefault(name, set()).update(stages)
+    return by_path
 
 
 def _home(path: str, held: Mapping[str, Collection[StageKey]], plan: Plan) -> StageKey:

@@ -54,11 +54,11 @@ def tell_of_ranks(module: nn.Module, step: str, ends_on: int, replicas: int, wor
             continue
         aliases, ranks = _aliases(tree, _is_logger), _aliases(tree, _is_rank)
         for node in ast.walk(tree):
-            said = _said(node, type(module), function, aliases) if ends_on else None
+            reason = _reason(node, type(module), function, aliases) if ends_on else None
             counts = _counts(node, ranks)
-            if isinstance(node, (ast.expr, ast.AugAssign)) and (said is not None or counts):
+            if isinstance(node, (ast.expr, ast.AugAssign)) and (reason is not None or counts):
                 where = _where(node, tree, function)
-                what = f"{step} ends on rank {ends_on}, and {where} {said}"
+                what = f"{step} ends on rank {ends_on}, and {where} {reason}"
                 rank_zero_warn(_COUNTS.format(where, world, replicas) if counts else what, stacklevel=4)
 
 
@@ -72,7 +72,7 @@ def tell_of_counts(owners: Iterable[object], replicas: int, world: int) -> None:
         replicas: of the data.
         world: all ranks, which are more.
     """
-    pairs = [(type(one), name) for one in owners for name in dir(type(one)) if name.startswith(_HOOKS)]
+    pairs = [(type(owner), name) for owner in owners for name in dir(type(owner)) if name.startswith(_HOOKS)]
     functions = {function: 0 for cls, name in pairs for function in reached(cls, name)}
     for function in functions:
         if function.__module__.startswith(("lightning", "pytorch_lightning")) or (tree := tree_of(function)) is None:
@@ -80,7 +80,7 @@ def tell_of_counts(owners: Iterable[object], replicas: int, world: int) -> None:
         sizes = _aliases(tree, _is_size)
         sums = [call for call in ast.walk(tree) if isinstance(call, ast.Call) and _is_sum(call, function)]
         terms = [term for term in ast.walk(tree) if isinstance(term, (ast.BinOp, ast.AugAssign))]
-        counts = [term for term in terms if any(_is_size(one, sizes) for one in _sides(term))]
+        counts = [term for term in terms if any(_is_size(side, sizes) for side in _sides(term))]
         if sums and (any(isinstance(term.op, ast.Div) for term in counts) or _has_ratio(terms, sums)):
             continue
         for term in counts:
@@ -150,9 +150,9 @@ def _named(node: ast.expr) -> str:
 
 def _is_sum(node: ast.Call, function: FunctionType) -> bool:
     """Whether a call is of a collective of torch.distributed over all ranks that adds or lists what they have."""
-    if any(one.arg == "group" for one in node.keywords):
+    if any(keyword.arg == "group" for keyword in node.keywords):
         return False
-    if any(one in ast.unparse(node) for one in ("MAX", "MIN", "AVG")):
+    if any(reduction in ast.unparse(node) for reduction in ("MAX", "MIN", "AVG")):
         return False
     name, _, last = ast.unparse(node.func).rpartition(".")
     if last not in _COLLECTIVES:
@@ -173,8 +173,8 @@ def _is_rank(node: ast.AST | None) -> bool:
 def _counts(node: ast.AST, ranks: frozenset[str]) -> bool:
     """Whether a node indexes or computes with a number of ranks; `ranks` are names of these."""
 
-    def is_rank(one: ast.AST) -> bool:
-        return _is_rank(one) or (isinstance(one, ast.Name) and one.id in ranks)
+    def is_rank(part: ast.AST) -> bool:
+        return _is_rank(part) or (isinstance(part, ast.Name) and part.id in ranks)
 
     if isinstance(node, ast.Subscript):
         return any(map(is_rank, ast.walk(node.slice)))
@@ -217,10 +217,10 @@ def _uses_logger(node: ast.AST, aliases: frozenset[str]) -> bool:
         return node.attr not in _KEPT and _is_logger(node.value, aliases)
     if not isinstance(node, ast.Call) or getattr(node.func, "id", "") in _LOOKING:
         return False
-    return any(_is_logger(one, aliases) for one in (*node.args, *(keyword.value for keyword in node.keywords)))
+    return any(_is_logger(arg, aliases) for arg in (*node.args, *(keyword.value for keyword in node.keywords)))
 
 
-def _said(node: ast.AST, cls: type, function: FunctionType, aliases: frozenset[str]) -> str | None:
+def _reason(node: ast.AST, cls: type, function: FunctionType, aliases: frozenset[str]) -> str | None:
     if _uses_logger(node, aliases):
         return (
             "logs on rank 0 alone, so that it is lost. Use self.log, or keep the value in an attribute, which all "
@@ -229,8 +229,8 @@ def _said(node: ast.AST, cls: type, function: FunctionType, aliases: frozenset[s
         )
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
         sides = (node.left, node.comparators[0])
-        if any(getattr(one, "attr", "") in ("global_rank", "local_rank") for one in sides) and any(
-            isinstance(one, ast.Constant) and one.value == 0 for one in sides
+        if any(getattr(side, "attr", "") in ("global_rank", "local_rank") for side in sides) and any(
+            isinstance(side, ast.Constant) and side.value == 0 for side in sides
         ):
             return "chooses rank 0, where the step is cut off. Use self.trainer.is_global_zero"
     if isinstance(node, ast.Call) and _is_for_rank_zero(node.func, cls, function):
@@ -244,10 +244,10 @@ def _is_for_rank_zero(called: ast.expr, cls: type, function: FunctionType) -> bo
         value = getattr(cls, called.attr, None)
     else:
         value = function.__globals__.get(getattr(called, "id", ""))
-    found = list(decorated(value))
-    if not found or found[-1].__module__.startswith("lightning"):  # `rank_zero_info` and its like
+    functions = list(decorated(value))
+    if not functions or functions[-1].__module__.startswith("lightning"):  # `rank_zero_info` and its like
         return False
-    return any(one.__code__.co_filename.endswith("rank_zero.py") for one in found[:-1])
+    return any(wrapper.__code__.co_filename.endswith("rank_zero.py") for wrapper in functions[:-1])
 
 
 FEATURE = LostWrites

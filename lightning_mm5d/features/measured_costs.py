@@ -101,8 +101,8 @@ class _Measured(Attached, AroundSteps, AroundUpdates):
             for action, (start, end) in recorder.times().items():
                 seconds.setdefault((action.stage, action.kind), []).append(end - start)
         recorders.clear()
-        own = [[statistics.median(seconds.get((stage, kind), [0.0])) for kind in _KINDS] for stage in stages]
-        table = torch.tensor(own, dtype=torch.float64)
+        local_medians = [[statistics.median(seconds.get((stage, kind), [0.0])) for kind in _KINDS] for stage in stages]
+        table = torch.tensor(local_medians, dtype=torch.float64)
         tables = [torch.empty_like(table) for _ in range(plan.layout.size)]
         dist.all_gather(tables, table, group=host)
         several = torch.stack(tables)
@@ -114,15 +114,15 @@ class _Measured(Attached, AroundSteps, AroundUpdates):
     def _adopt(self, trainable: frozenset[str], medians: dict[StageKey, list[float]]) -> None:
         """Order later steps by the seconds of forwards, backwards, input and weight gradients of each stage."""
         graphs = self._running.plan.graphs
-        trains, found = graphs.trains(trainable), {}
+        trains, costs = graphs.trains(trainable), {}
         for stage, (forward, backward, inputs, weights) in medians.items():
             _, expected, late = stage_costs(graphs.timed_units[stage], trainable, trains[stage][1])
             if weights:
                 backward, share = inputs + weights, weights / (inputs + weights)
             else:  # not split, so the share of the estimates
                 share = late / expected if expected else 0.0
-            found[stage] = forward, backward, backward * share
-        graphs.measured[trainable] = found
+            costs[stage] = forward, backward, backward * share
+        graphs.measured[trainable] = costs
         self._running.engine.preparation.forget()
 
 

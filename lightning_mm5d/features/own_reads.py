@@ -77,24 +77,24 @@ class OwnItems(Attached, AroundSteps):
 
     def learn(self, parts: Parts) -> None:
         """Note, after a training step, what was read of its microbatches."""
-        found = {place: tensor.is_read for place, tensor in _lazy(parts)}
-        if not found:
+        reads = {place: tensor.is_read for place, tensor in _lazy(parts)}
+        if not reads:
             return
-        self._wanted = {self._seen(place) for place, is_read in found.items() if is_read}
+        self._wanted = {self._seen(place) for place, is_read in reads.items() if is_read}
         if self._pool is None:
             threads = min(_MOST_THREADS, (os.cpu_count() or 1) // max(1, self._trainer.num_devices))
             self._pool = ThreadPoolExecutor(max(1, threads), "mm5d-own-items")
         if self._shown is not self._trainer.train_dataloader:
             self._shown = self._trainer.train_dataloader
-            self._loaders = [one for one in CombinedLoader(self._shown).flattened if isinstance(one, Resumable)]
+            self._loaders = [leaf for leaf in CombinedLoader(self._shown).flattened if isinstance(leaf, Resumable)]
         batches = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         # a stream that keeps its place between epochs gives no batch that no step takes
         is_followed = batches + 1 < self._trainer.num_training_batches
         for loader in self._loaders:
             loader.ahead = self._begin if is_followed else None
-            kept = getattr(loader, "kept", None)
-            if kept is not None:
-                kept.set(not all(found.values()))
+            switch = getattr(loader, "kept", None)
+            if switch is not None:
+                switch.set(not all(reads.values()))
 
     def _seen(self, place: Place) -> Place:
         """Return the place where `_begin` sees a tensor: in the whole batch, unless the strategy splits that."""
@@ -108,9 +108,9 @@ class OwnItems(Attached, AroundSteps):
         with suppress(Exception):  # hooks may make of it what can be split; else the step raises it again
             batches = split_replicas(batch, len(self._served))
             parts = {
-                number: self._parts.split(one) if self._parts.splits else [counted(one, None)]
-                for number, one in zip(self._served, batches, strict=True)
-                if one is not None
+                number: self._parts.split(replica_batch) if self._parts.splits else [counted(replica_batch, None)]
+                for number, replica_batch in zip(self._served, batches, strict=True)
+                if replica_batch is not None
             }
             for place, tensor in _lazy(parts):
                 if place in self._wanted:
@@ -141,15 +141,15 @@ def _lazy(parts: Parts) -> Iterator[tuple[Place, LazyTensor]]:
     """Yield the lazy tensors of microbatches."""
     for number, microbatches in parts.items():
         for index, part in enumerate(microbatches):
-            found: list[tuple[Path, LazyTensor]] = []
+            lazy: list[tuple[Path, LazyTensor]] = []
 
-            def note(path: Path, tensor: Tensor, found: list[tuple[Path, LazyTensor]] = found) -> Tensor:
+            def note(path: Path, tensor: Tensor, lazy: list[tuple[Path, LazyTensor]] = lazy) -> Tensor:
                 if isinstance(tensor, LazyTensor):
-                    found.append((path, tensor))
+                    lazy.append((path, tensor))
                 return tensor
 
             with_tensors(part.batch, note)
-            for path, tensor in found:
+            for path, tensor in lazy:
                 yield (number, path, index), tensor
 
 

@@ -56,10 +56,10 @@ class _Watched(Attached):
 
     def _watch(self, name: str, parts: Parts) -> Callable[[Microbatch], RowIndices] | None:
         """Return what watches a step, the first of each structure; None for others."""
-        split = [part.batch for found in parts.values() if len(found) > 1 for part in found]
-        found = {(name, *((path, type(value)) for path, value in leaves(batch))) for batch in split}
-        is_new = not found <= self._seen
-        self._seen |= found
+        split = [part.batch for microbatches in parts.values() if len(microbatches) > 1 for part in microbatches]
+        structure = {(name, *((path, type(value)) for path, value in leaves(batch))) for batch in split}
+        is_new = not structure <= self._seen
+        self._seen |= structure
         return (lambda microbatch: RowIndices(self._module, microbatch)) if is_new else None
 
 
@@ -81,7 +81,7 @@ class RowIndices(TorchFunctionMode):
                 setattr(value, _MADE_OF_BATCH, True)
                 if value.dtype in _INTEGERS and 0 < value.dim() < 3:
                     setattr(value, _FIELD, name)
-            elif isinstance(value, (list, tuple)) and value and all(type(one) is int for one in value):
+            elif isinstance(value, (list, tuple)) and value and all(type(index) is int for index in value):
                 self._lists[id(value)] = name
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,11 +90,11 @@ class RowIndices(TorchFunctionMode):
         name = name if name.startswith("__") else name.removesuffix("_")
         self._check(name, args, kwargs)
         result = func(*args, **kwargs)
-        made = any(self._is_made_of_batch(tensor) for _, tensor in tensors_in((args, kwargs)))
+        is_of_batch = any(self._is_made_of_batch(tensor) for _, tensor in tensors_in((args, kwargs)))
         written = args[0] if result is None and args else result
         for _, tensor in tensors_in(written):
             if not isinstance(tensor, Parameter) and not is_remote(tensor):
-                setattr(tensor, _MADE_OF_BATCH, made or (result is None and self._is_made_of_batch(tensor)))
+                setattr(tensor, _MADE_OF_BATCH, is_of_batch or (result is None and self._is_made_of_batch(tensor)))
         keeps = name in (*_SAME, "tensor", "as_tensor") or (name == "__getitem__" and _adds_dims(args[1]))
         field = self._field(args[0]) if args and keeps else None
         if field is not None and isinstance(result, Tensor) and result.dtype in _INTEGERS:
@@ -155,7 +155,7 @@ class RowIndices(TorchFunctionMode):
 def _exceeds(index: Any, size: int) -> bool:
     """Whether an index of integers lies outside of `size` places."""
     if not isinstance(index, Tensor):
-        return any(not -size <= one < size for one in index)
+        return any(not -size <= place < size for place in index)
     if index.is_meta or not index.numel():
         return False
     return bool(((index < -size) | (index >= size)).any())

@@ -46,12 +46,12 @@ _PLAIN = str | bytes | bool | int | float | complex | None
 
 def digests(batch: Any) -> dict[str, list[str]]:
     """Return by path, as ``"batch['images']"``, the digest of each field and what it is, as ``"float32[8, 3]"``."""
-    found: dict[str, list[str]] = {}
+    by_path: dict[str, list[str]] = {}
     for path, value in _fields(batch):
         digest = hashlib.blake2b(digest_size=8)
         if (form := _add(value, digest)) is not None:
-            found[path] = [digest.hexdigest(), form]
-    return found
+            by_path[path] = [digest.hexdigest(), form]
+    return by_path
 
 
 def _fields(node: Any, name: str = "batch", depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -84,8 +84,8 @@ def _add(value: Any, digest: Any) -> str | None:
     elif isinstance(value, list | tuple | set | frozenset):
         form = f"{type(value).__name__} of {len(value)}"
         digest.update(form.encode())
-        for one in sorted(value, key=repr) if isinstance(value, set | frozenset) else value:
-            _add(one, digest)
+        for element in sorted(value, key=repr) if isinstance(value, set | frozenset) else value:
+            _add(element, digest)
     elif isinstance(value, _PLAIN):
         form = type(value).__name__
         digest.update(f"{form} {value!r};".encode())
@@ -236,14 +236,14 @@ class _Digested(Attached):
     # --- phase 3 ---
 
     def _raise(self, replica: int, group: dist.ProcessGroup) -> None:
-        own = (self._fields or {}).get(replica)
-        found = {}
+        fields = (self._fields or {}).get(replica)
+        read = {}
         for rank in dist.get_process_group_ranks(group):
-            text = broadcast_tree(json.dumps(own) if rank == self._rank else None, rank, _CPU, group)
+            text = broadcast_tree(json.dumps(fields) if rank == self._rank else None, rank, _CPU, group)
             if rank in self._layout.replica_ranks(replica):
-                found[rank] = json.loads(text) or {}
+                read[rank] = json.loads(text) or {}
         raise RankMismatchError(
-            f"the ranks of replica {replica} have read different samples for {self._where}: {_differences(found)}. All "
+            f"the ranks of replica {replica} have read different samples for {self._where}: {_differences(read)}. All "
             "ranks of a replica read the same samples, or a modality would be trained with the labels of others. Shard "
             "data by strategy.replica_rank of strategy.num_replicas, not by a rank among all processes (one that a "
             "script or `setup` has read); sort lists of files; give random generators of a data set a seed that is "
@@ -275,12 +275,12 @@ def _slots(fields: dict[str, list[str]] | None) -> tuple[int, int]:
     return number, -number
 
 
-def _differences(found: Mapping[int, dict[str, list[str]]]) -> str:
+def _differences(by_rank: Mapping[int, dict[str, list[str]]]) -> str:
     """Return which ranks have what, for each field that differs: ``"batch['a'] on rank 0 is not that on rank 1"``."""
     told = []
-    for path in dict.fromkeys(path for fields in found.values() for path in fields):
+    for path in dict.fromkeys(path for fields in by_rank.values() for path in fields):
         kinds: dict[tuple[str, ...], list[int]] = {}
-        for rank, fields in found.items():
+        for rank, fields in by_rank.items():
             kinds.setdefault(tuple(fields.get(path, ("", "nothing"))), []).append(rank)
         if len(kinds) > 1:
             forms = {form for _, form in kinds}

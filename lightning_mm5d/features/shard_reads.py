@@ -68,8 +68,8 @@ class ShardReads(Feature):
         guards = _Guards(running)
         shards = running.plan.division.shards
         named = running.module.named_parameters(remove_duplicate=False)
-        weights = {name: one for name, one in named if name in shards and not is_remote(one)}
-        compiles = any(one.compute.compile for one in running.plan.modalities.values())
+        weights = {name: parameter for name, parameter in named if name in shards and not is_remote(parameter)}
+        compiles = any(modality.compute.compile for modality in running.plan.modalities.values())
         if not weights or compiles or running.steps.batch_parts.is_compiled:
             return guards
         _Watched(running, weights, {name: _dims(shards[name]) for name in weights})
@@ -122,13 +122,13 @@ class _Guards(Attached):
         self._shards, self._root = plan.division.shards, running.module
         axes = plan.layout.axes.values()
         is_cut = (
-            bool(plan.topology.edges) or any(max(one.tp, one.cp) > 1 for one in axes) or running.experts is not None
+            bool(plan.topology.edges) or any(max(size.tp, size.cp) > 1 for size in axes) or running.experts is not None
         )
         self._cut = self._modules_cut(running) if is_cut else {}
         self._rows = dict[nn.Module, str]()
         for path, part in self._root.named_modules():
             named = part.named_parameters(path, recurse=False)
-            held = [(name, one) for name, p in named if (one := running.shared.get(p)) is not None]
+            held = [(name, shared) for name, p in named if (shared := running.shared.get(p)) is not None]
             if held:
                 self._rows[part] = path
                 self._watch(part, held)
@@ -142,13 +142,13 @@ class _Guards(Attached):
         """Refuse calls and state dicts of a module while it shows rows."""
 
         def refuse_call(_: nn.Module, args: Any) -> None:
-            for name, one in held:
-                if not one.is_whole and not self._runtime.guard.shows_full:
+            for name, shared in held:
+                if not shared.is_whole and not self._runtime.guard.shows_full:
                     raise self._runtime.guard.error(name, "A call outside of a step")
 
         def refuse_state(_: nn.Module, prefix: str, keep_vars: bool) -> None:
-            for name, one in held:
-                is_cut = not one.is_whole or isinstance(one.parameter, Closed)
+            for name, shared in held:
+                is_cut = not shared.is_whole or isinstance(shared.parameter, Closed)
                 if not keep_vars and is_cut and not self._runtime.guard.shows_full:
                     raise self._runtime.guard.error(name, "state_dict()")
 
@@ -159,13 +159,13 @@ class _Guards(Attached):
         """Modules at which a run goes over to other ranks, and those with a parameter that is sharded or elsewhere."""
         partition, lists = running.plan.partition, running.plan.partition.layers.values()
         ends = {cut.path for encoder in partition.encoders.values() for cut in encoder.boundaries}
-        found = {}
+        modules = {}
         for path, module in self._root.named_modules():
             named = module.named_parameters(path, recurse=False)
-            is_part = any(name in self._shards or is_remote(one) for name, one in named)
-            if path and (is_part or path in ends or path.rpartition(".")[0] in {one for one in lists if one}):
-                found[module] = path
-        return found
+            is_part = any(name in self._shards or is_remote(parameter) for name, parameter in named)
+            if path and (is_part or path in ends or path.rpartition(".")[0] in {layers for layers in lists if layers}):
+                modules[module] = path
+        return modules
 
     def _watching(
         self, nesting: Callable[..., AbstractContextManager[Any]], watched: Mapping[nn.Module, str]
@@ -198,13 +198,13 @@ class _Guards(Attached):
         """Return `original`, which calls a module with other tensors, where these have the shapes of this rank."""
 
         def checked(module: nn.Module, tensors: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-            own = dict(module.named_parameters(remove_duplicate=False))
+            parameters = dict(module.named_parameters(remove_duplicate=False))
             for name, given in tensors.items():
-                if name in own and self._in_shards(own[name]) and given.shape != own[name].shape:
+                if name in parameters and self._in_shards(parameters[name]) and given.shape != parameters[name].shape:
                     raise ConfigError(
                         "torch.func.functional_call",
                         f"{name!r} of shape {tuple(given.shape)}",
-                        f"Ranks share that weight, and this one computes with {tuple(own[name].shape)} of it",
+                        f"Ranks share that weight, and this one computes with {tuple(parameters[name].shape)} of it",
                         "Call a copy that is a submodule, whose weights a hook updates (self.average = "
                         "copy.deepcopy(module) in __init__), or use tp_size=1",
                     )
@@ -214,7 +214,7 @@ class _Guards(Attached):
 
     def _in_shards(self, parameter: nn.Parameter) -> bool:
         named = self._root.named_parameters(remove_duplicate=False)
-        return any(one is parameter and name in self._shards for name, one in named)
+        return any(weight is parameter and name in self._shards for name, weight in named)
 
 
 class _Watched(AroundSteps, AroundStep):
@@ -258,24 +258,24 @@ class Reads(TorchFunctionMode):
 
     def __init__(self, step: str, weights: Mapping[str, nn.Parameter], dims: Mapping[str, Sequence[int]]) -> None:
         super().__init__()
-        self._step, self._dims = step, {name: {dim % weights[name].dim() for dim in own} for name, own in dims.items()}
-        self._shapes = {name: one.shape for name, one in weights.items()}
-        self._made: dict[int, tuple[str, Tensor]] = {id(one): (name, one) for name, one in weights.items()}
+        self._step, self._dims = step, {name: {dim % weights[name].dim() for dim in cut} for name, cut in dims.items()}
+        self._shapes = {name: weight.shape for name, weight in weights.items()}
+        self._derived: dict[int, tuple[str, Tensor]] = {id(weight): (name, weight) for name, weight in weights.items()}
         self._parts: dict[int, tuple[str, Any]] = {}  # what is made of one with other numbers of elements
 
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)] if func not in _APART else []
-        names = {self._made[id(one)][0] if id(one) in self._made else None for one in tensors}
+        tensors = [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Tensor)] if func not in _APART else []
+        names = {self._derived[id(tensor)][0] if id(tensor) in self._derived else None for tensor in tensors}
         if len(names) != 1 or None in names:
             return self._called(func, tensors, args, kwargs)
         (name,) = names
         self._check(str(name), tensors[0], getattr(func, "__name__", ""), args, kwargs)
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.numel() == tensors[0].numel():
-            self._made[id(result)] = str(name), result
+            self._derived[id(result)] = str(name), result
         elif isinstance(result, (Tensor, np.ndarray)):
             self._parts[id(result)] = str(name), result
         return result
@@ -286,7 +286,7 @@ class Reads(TorchFunctionMode):
             return func(*args, **kwargs)
         except RuntimeError as error:
             function = getattr(func, "__name__", "")
-            name, _ = self._made.get(id(tensors[0]), (None, None)) if tensors else (None, None)
+            name, _ = self._derived.get(id(tensors[0]), (None, None)) if tensors else (None, None)
             if name is None or not function.endswith("_"):
                 raise
             raise self._refusal(f"{function}() of {name!r} with a tensor of another size") from error
@@ -301,7 +301,7 @@ class Reads(TorchFunctionMode):
         dims = [dim] if isinstance(dim, int) else dim
         is_full = not isinstance(dims, (list, tuple)) or not dims
         if not is_full and tensor.shape == self._shapes[name]:
-            is_full = not self._dims[name].isdisjoint(one % tensor.dim() for one in dims)
+            is_full = not self._dims[name].isdisjoint(dim % tensor.dim() for dim in dims)
         if not is_full:
             return
         raise self._refusal(f"{function}() of {name!r}")
@@ -309,9 +309,9 @@ class Reads(TorchFunctionMode):
     def check_kept(self, attributes: Mapping[str, Any]) -> None:
         """Refuse what is made of one sharded weight alone in attributes of the module."""
         for key, value in attributes.items():
-            for one in tree_leaves(value):
-                name, _ = self._made.get(id(one), self._parts.get(id(one), (None, None)))
-                if name is not None and not isinstance(one, nn.Parameter):
+            for leaf in tree_leaves(value):
+                name, _ = self._derived.get(id(leaf), self._parts.get(id(leaf), (None, None)))
+                if name is not None and not isinstance(leaf, nn.Parameter):
                     raise self._refusal(f"what is made of {name!r} in self.{key}")
 
     def _refusal(self, what: str) -> ConfigError:

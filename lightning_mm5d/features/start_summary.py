@@ -47,7 +47,7 @@ def _show(callbacks: Sequence[pl.Callback], plan: Plan, *, schedule: str, microb
         schedule: name of the schedule.
         microbatches: how many, or of which size.
     """
-    summaries = [one for one in callbacks if isinstance(one, ModelSummary)]
+    summaries = [callback for callback in callbacks if isinstance(callback, ModelSummary)]
     if not summaries:
         return
     layout = plan.layout
@@ -56,18 +56,18 @@ def _show(callbacks: Sequence[pl.Callback], plan: Plan, *, schedule: str, microb
         f"{'replica' if layout.num_replicas == 1 else 'replicas'}, {schedule}, microbatches: {microbatches}"
     )
     table = summary(plan)
-    if not any(isinstance(one, RichModelSummary) for one in summaries):
+    if not any(isinstance(callback, RichModelSummary) for callback in summaries):
         rank_zero_info(f"{title}\n{table}")
         return
     from rich.console import Console
     from rich.table import Table as RichTable
 
-    made = RichTable(title=title, title_justify="left", header_style="bold magenta")
+    rich_table = RichTable(title=title, title_justify="left", header_style="bold magenta")
     for name, right in zip(table.header, table.numeric, strict=True):
-        made.add_column(name, justify="right" if right else "left", overflow="fold")
+        rich_table.add_column(name, justify="right" if right else "left", overflow="fold")
     for row in table.rows:
-        made.add_row(*row)
-    Console().print(made)
+        rich_table.add_row(*row)
+    Console().print(rich_table)
 
 
 def summary(plan: Plan) -> Table:
@@ -99,16 +99,16 @@ def summary(plan: Plan) -> Table:
 
 
 def _layers(plan: Plan, modality: str, cuts: Sequence[object]) -> str:
-    own = [cut for cut in plan.partition.stages[modality] if cut in cuts]
+    stages = [cut for cut in plan.partition.stages[modality] if cut in cuts]
     path = plan.partition.layers[modality]
-    return f"{path}[{own[0].first}:{own[-1].last}]" if path is not None else "-"
+    return f"{path}[{stages[0].first}:{stages[-1].last}]" if path is not None else "-"
 
 
 def _degrees(plan: Plan, modality: str) -> str:
     axes, ep = plan.layout.axes[modality], plan.modalities[modality].ep_size
     pp = "+".join(map(str, plan.layout.pipelines.get(modality, (axes.pp,))))  # of unlike pipelines each
-    found = {"dp": axes.dp, "pp": pp, "cp": axes.cp, "tp": axes.tp, "ep": ep}
-    return " ".join(f"{name} {size}" for name, size in found.items() if size not in (None, 0, 1, "1")) or "whole"
+    sizes = {"dp": axes.dp, "pp": pp, "cp": axes.cp, "tp": axes.tp, "ep": ep}
+    return " ".join(f"{name} {size}" for name, size in sizes.items() if size not in (None, 0, 1, "1")) or "whole"
 
 
 FEATURE = StartSummary

@@ -79,21 +79,21 @@ class WeightWrites(Feature):
 class _Together(Attached):
     def __init__(self, parts: Sequence[Attached]) -> None:
         self._parts = parts
-        for one in parts:
-            self.changes.callback(one.remove)
+        for part in parts:
+            self.changes.callback(part.remove)
 
     def leave(self, targets: Sequence[int], *, failed: bool) -> None:
-        for one in self._parts:
-            one.leave(targets, failed=failed)
+        for part in self._parts:
+            part.leave(targets, failed=failed)
 
 
 class _Watched(Attached, AroundSteps):
     def __init__(self, running: Running) -> None:
-        tables = [one for one in running.module.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
-        renormed = {id(one.weight) for one in tables if one.max_norm is not None}
+        tables = [module for module in running.module.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+        renormed = {id(table.weight) for table in tables if table.max_norm is not None}
         named = running.module.named_parameters()
-        self._weights = {name: one for name, one in named if id(one) not in renormed}
-        self._names = {id(one): name for name, one in self._weights.items()}
+        self._weights = {name: weight for name, weight in named if id(weight) not in renormed}
+        self._names = {id(weight): name for name, weight in self._weights.items()}
         ownership = running.plan.ownership
         shared, root = {*ownership.written_by_all}, running.module
         names = {name for name, _ in root.named_buffers() if running.plan.topology.edges} - shared
@@ -136,26 +136,26 @@ class _Step(AroundStep):
         before = self._versions()
         with written(self._weights, self._names) as names, self._looks.noted() as shown, order as early:
             yield
-        self._written |= {name: 1 for name, one in self._versions().items() if one != before[name]}
-        found = names()
+        self._written |= {name: 1 for name, version in self._versions().items() if version != before[name]}
+        counts = names()
         for name, (memory, was) in shown.items():
-            if name not in found and not torch.allclose(memory, was, rtol=0.0, atol=0.0, equal_nan=True):
+            if name not in counts and not torch.allclose(memory, was, rtol=0.0, atol=0.0, equal_nan=True):
                 raise self._refusal(name, "and a write past torch leaves no trace, so that ranks cannot take it over")
-        for name, count in found.items():
+        for name, count in counts.items():
             self._written[name] = max(count, self._written.get(name, 0))
             if is_remote(self._weights[name]):
                 continue
             norm = _norm(self._weights[name])
             if self._counts.setdefault(name, count) != count:
                 changes = [torch.ones_like(norm[0]).bool()] if early is None else early.changes.get(name, [])
-                self._doubts += [(one, name, "and one has ended between two writes") for one in changes]
+                self._doubts += [(change, name, "and one has ended between two writes") for change in changes]
             if self._step.fails:
                 raise self._refusal(name, "and this one has ended before its end, and would run once more")
             self._doubts.append((_differ(self._norms.setdefault(name, norm), norm), name, "and would write as often"))
             if early is not None and name in early.used_before:
                 why = "and computes with the weight before it writes: later runs with what earlier ones left"
                 self._doubts.append((~early.changes[name][0], name, why))
-        if all(one.device.type == "cpu" for one, _, _ in self._doubts):  # for others the host would wait in the midst
+        if all(flag.device.type == "cpu" for flag, _, _ in self._doubts):  # for others the host would wait in the midst
             self.end()
 
     def end(self) -> None:
@@ -164,7 +164,7 @@ class _Step(AroundStep):
         if not doubts:
             return
         device = doubts[0][0].device
-        are_refused = torch.stack([one.to(device) for one, _, _ in doubts]).tolist()
+        are_refused = torch.stack([flag.to(device) for flag, _, _ in doubts]).tolist()
         for is_refused, (_, name, why) in zip(are_refused, doubts, strict=True):
             if is_refused:
                 raise self._refusal(name, why)
@@ -176,8 +176,8 @@ class _Step(AroundStep):
 
     def _versions(self) -> dict[str, tuple[int, int]]:
         with plain():
-            found = {name: buffers.get(key) for name, (buffers, key) in self._buffers.items()}
-            return {name: (id(one), 0 if one is None else version_of(one)) for name, one in found.items()}
+            tensors = {name: buffers.get(key) for name, (buffers, key) in self._buffers.items()}
+            return {name: (id(tensor), 0 if tensor is None else version_of(tensor)) for name, tensor in tensors.items()}
 
 
 class Looks(Removable):
@@ -200,12 +200,12 @@ class Looks(Removable):
     @contextmanager
     def noted(self) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
         """Enter around a run; gives the memory of the weights that it looks at, and a copy of it before, by name."""
-        found: dict[str, tuple[Tensor, Tensor]] = {}
-        self._runs[id(found)] = found
+        copies: dict[str, tuple[Tensor, Tensor]] = {}
+        self._runs[id(copies)] = copies
         try:
-            yield found
+            yield copies
         finally:
-            del self._runs[id(found)]
+            del self._runs[id(copies)]
 
     def _noticing(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -214,11 +214,11 @@ class Looks(Removable):
             if self._runs and is_plain:
                 with plain(), torch.no_grad():
                     address = _address(tensor)
-                    here = ((name, one.detach()) for name, one in self._weights.items() if not is_remote(one))
+                    here = ((name, weight.detach()) for name, weight in self._weights.items() if not is_remote(weight))
                     name, memory = next((pair for pair in here if _address(pair[1]) == address), ("", tensor))
-                    for found in self._runs.values() if name else ():
-                        if name not in found:
-                            found[name] = memory, memory.clone()
+                    for copies in self._runs.values() if name else ():
+                        if name not in copies:
+                            copies[name] = memory, memory.clone()
             return function(tensor, *args, **kwargs)
 
         return noticed
@@ -251,7 +251,7 @@ def written(weights: Weights, names: Mapping[int, str]) -> Iterator[Callable[[],
         elif name is not None:
             reads.append((name, data, version_of(data)))
 
-    def found() -> dict[str, int]:
+    def writes() -> dict[str, int]:
         with plain():
             now = [*map(_VERSION, weights.values())]
             if now == before and not (reads or sets):
@@ -263,7 +263,7 @@ def written(weights: Weights, names: Mapping[int, str]) -> Iterator[Callable[[],
         return {name: counts[name] for name in weights if counts[name]}
 
     with accesses(notice):
-        yield found
+        yield writes
 
 
 def _state(weight: Tensor) -> tuple[int, int]:
@@ -286,7 +286,7 @@ class _Order(TorchFunctionMode):
     def __init__(self, weights: Weights, *, counts_all: bool = False) -> None:
         super().__init__()
         self._counts_all = counts_all
-        self._weights, self._ids = weights, {id(one): name for name, one in weights.items()}
+        self._weights, self._ids = weights, {id(weight): name for name, weight in weights.items()}
         self._used = set[str]()
         self.changes: dict[str, list[Tensor]] = {}
         self.used_before = set[str]()
@@ -297,11 +297,11 @@ class _Order(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _SHOWING:
             return func(*args, **kwargs)
-        targets = {_address(one) for one in written_by(func, args, kwargs) if not is_remote(one)}
-        written = {name: _norm(one) for name, one in self._weights.items() if targets and self._is_among(one, targets)}
+        targets = {_address(tensor) for tensor in written_by(func, args, kwargs) if not is_remote(tensor)}
+        written = {name: _norm(p) for name, p in self._weights.items() if targets and self._is_among(p, targets)}
         if not targets and (self._counts_all or torch.is_grad_enabled()):
             self._used |= {
-                self._ids[id(one)] for one in tree_leaves((args, kwargs)) if id(one) in self._ids
+                self._ids[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._ids
             } - self.changes.keys()
         result = func(*args, **kwargs)
         for name, norm in written.items():
@@ -324,10 +324,10 @@ def _norm(weight: Tensor) -> Tensor:
     return torch.cat([torch.linalg.vector_norm(weight).view(1), parts])
 
 
-def _differ(one: Tensor, other: Tensor) -> Tensor:
-    """Return whether norms differ, on the device of `one`; of what rests elsewhere both are NaN."""
-    other = other.to(one.device)
-    return ((one != other) & ~(one.isnan() & other.isnan())).any()
+def _differ(norm: Tensor, other: Tensor) -> Tensor:
+    """Return whether norms differ, on the device of `norm`; of what rests elsewhere both are NaN."""
+    other = other.to(norm.device)
+    return ((norm != other) & ~(norm.isnan() & other.isnan())).any()
 
 
 def _address(tensor: Tensor) -> int:
@@ -355,8 +355,8 @@ class HookWrites(Attached):
         self._module, self._trainer = running.module, running.trainer
         self._plan, self._rank = running.plan, running.rank
         self._weights: Weights = dict(running.module.named_parameters())
-        self._ids = {id(one): name for name, one in self._weights.items()}
-        self._found = dict[tuple[Kind, str], str]()  # by kind and name, the hook
+        self._ids = {id(weight): name for name, weight in self._weights.items()}
+        self._writers = dict[tuple[Kind, str], str]()  # by kind and name, the hook
         self._told = set[str]()  # attributes
         self._tree: list[nn.Module] = [running.module]
         self._held: list[int] = []  # identities of what these hold
@@ -387,7 +387,7 @@ class HookWrites(Attached):
                     both = {**had, **has}
                     changed += [key for key in both if key not in had or key not in has or had[key] != has[key]]
             for key in changed:
-                self._found.setdefault(key, name)
+                self._writers.setdefault(key, name)
             return result
 
         return watched
@@ -396,19 +396,19 @@ class HookWrites(Attached):
         """What hooks may change; of the first and the second of these the same object until something has."""
         self._look_at_modules()
         with plain():
-            trained = [one.requires_grad for one in self._weights.values()]
+            trained = [weight.requires_grad for weight in self._weights.values()]
             if trained != self._trained:
                 self._trained = trained
                 self._requires = {
-                    ("requires_grad", name): one for name, one in zip(self._weights, trained, strict=True)
+                    ("requires_grad", name): is_trained for name, is_trained in zip(self._weights, trained, strict=True)
                 }
-            buffers = {("buffer", name): _Buffer(one) for name, one in self._buffers}
+            buffers = {("buffer", name): _Buffer(buffer) for name, buffer in self._buffers}
         others: dict[tuple[Kind, str], Any] = {}
         for number, optimizer in enumerate(self._trainer.optimizers):
             for group, options in enumerate(optimizer.param_groups):
                 where = f"of group {group} of optimizer {number}"
                 others |= {
-                    ("setting", f"{name} {where}"): one for name, one in options.items() if type(one) in _NUMBERS
+                    ("setting", f"{name} {where}"): value for name, value in options.items() if type(value) in _NUMBERS
                 }
         for path, module, read in self._read:
             for name in vars(module).keys() & read:
@@ -421,7 +421,7 @@ class HookWrites(Attached):
         if [*map(id, self._children())] != self._held:
             named_modules = dict(self._module.named_modules())
             self._tree = [*named_modules.values()]
-            self._modules = {("module", path): id(one) for path, one in named_modules.items()}
+            self._modules = {("module", path): id(module) for path, module in named_modules.items()}
             self._buffers = [*self._module.named_buffers()]
             self._held = [*map(id, self._children())]
 
@@ -435,7 +435,7 @@ class HookWrites(Attached):
 
     def slots(self) -> list[int]:
         """Return a number of what hooks have written, and its negative."""
-        digest = hashlib.blake2b(json.dumps(sorted(self._found)).encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(json.dumps(sorted(self._writers)).encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "big") >> 2
         return [number, -number]
 
@@ -445,12 +445,12 @@ class HookWrites(Attached):
         Raises:
             ConfigError: on all ranks; names the hook, what it writes, and the ranks that did not.
         """
-        own, self._found = self._found, {}
+        writers, self._writers = self._writers, {}
         if agreed[0] == -agreed[1]:
             return
         by_key: dict[tuple[Kind, str], dict[int, str]] = {}
         for rank in range(self._plan.layout.size):
-            text = json.dumps([*own.items()]) if rank == self._rank else None
+            text = json.dumps([*writers.items()]) if rank == self._rank else None
             for (kind, name), hook in json.loads(broadcast_tree(text, rank, _CPU, group)):
                 by_key.setdefault((kind, name), {})[rank] = hook
         for (kind, name), hooks in sorted(by_key.items()):
@@ -481,7 +481,11 @@ class HookWrites(Attached):
         replicas = [set(plan.layout.replica_ranks(number)) for number in range(plan.layout.num_replicas)]
         lacking = [rank for rank in needing if rank not in hooks]
         if kind == "buffer" or (kind == "attribute" and [*hooks] != [0]):  # replicas may write by their samples
-            lacking = [rank for rank in lacking if any(rank in one and not one.isdisjoint(hooks) for one in replicas)]
+            lacking = [
+                rank
+                for rank in lacking
+                if any(rank in replica and not replica.isdisjoint(hooks) for replica in replicas)
+            ]
         if kind == "buffer" and 0 in hooks and not plan.topology.edges and name not in plan.division.shards:
             self._take_over(name, group)
         elif lacking:
@@ -497,16 +501,16 @@ class HookWrites(Attached):
     def _take_over(self, name: str, group: dist.ProcessGroup) -> None:
         path, _, key = name.rpartition(".")
         module = self._module.get_submodule(path)
-        one = module._buffers.get(key)
-        value = broadcast_tree(None if one is None or self._rank else one.detach().to(_CPU), 0, _CPU, group)
+        buffer = module._buffers.get(key)
+        value = broadcast_tree(None if buffer is None or self._rank else buffer.detach().to(_CPU), 0, _CPU, group)
         if value is None:  # rank 0 has deleted it since
             return
         if self._rank == 0:
             return
-        value = value.to(self._module.device if one is None else one.device)
-        if one is not None and one.shape == value.shape and one.dtype == value.dtype:
+        value = value.to(self._module.device if buffer is None else buffer.device)
+        if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
             with torch.no_grad():
-                one.copy_(value)
+                buffer.copy_(value)
             return
         if hasattr(module, key):
             delattr(module, key)
@@ -519,13 +523,13 @@ _NUMBERS = (bool, int, float, str)
 
 def _read_by_steps(root: nn.Module) -> list[tuple[str, nn.Module, frozenset[str]]]:
     """Return path, module and the names in the code of its steps and forward, for modules of classes of users."""
-    found: list[tuple[str, nn.Module, frozenset[str]]] = []
+    reads: list[tuple[str, nn.Module, frozenset[str]]] = []
     for path, module in root.named_modules():
         steps = _STEPS if module is root else ("forward",)
         if module is root or is_own(module):
             codes = [code for step in steps for code in reached(type(module), step)]
-            found.append((path, module, frozenset().union(*(names(code) or () for code in codes))))
-    return found
+            reads.append((path, module, frozenset().union(*(names(code) or () for code in codes))))
+    return reads
 
 
 class _Buffer:
@@ -539,8 +543,8 @@ class _Buffer:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Buffer) or self._state != other._state:
             return False
-        one, two = self._values, other._values
-        return one is None or two is None or torch.equal(one, two)
+        values, others = self._values, other._values
+        return values is None or others is None or torch.equal(values, others)
 
     __hash__ = None  # type: ignore[assignment]
 

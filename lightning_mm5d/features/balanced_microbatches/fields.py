@@ -14,10 +14,10 @@ def check(fields: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: names `batching.balance`.
     """
-    said = fields.get("balance", False)
-    if not isinstance(said, bool):
-        raise ConfigError("batching.balance", said, "It is true or false", "Use true, or leave it out")
-    if said and fields.get("microbatching", "split") != "split":
-        got = "microbatching='loader'" if fields["microbatching"] == "loader" else "a function that splits batches"
-        rule = f"Samples are dealt to microbatches where the strategy splits batches, and here is {got}"
-        raise ConfigError("batching.balance", said, rule, "Leave out microbatching, or balance")
+    balance = fields.get("balance", False)
+    if not isinstance(balance, bool):
+        raise ConfigError("batching.balance", balance, "It is true or false", "Use true, or leave it out")
+    if balance and fields.get("microbatching", "split") != "split":
+        divider = "microbatching='loader'" if fields["microbatching"] == "loader" else "a function that splits batches"
+        rule = f"Samples are dealt to microbatches where the strategy splits batches, and here is {divider}"
+        raise ConfigError("batching.balance", balance, rule, "Leave out microbatching, or balance")

@@ -59,8 +59,8 @@ def in_line(costs: Mapping[str, Sequence[float]], sizes: Sequence[int], *, fills
     first, end = (sizes[0], sizes[0] + sizes[-1]) if fills and count >= _LONG else (0, 0)
     middle = np.sort(cheapest[end:])
     inner = sizes[1:-1] if end else sizes
-    found = dealt({kind: [own[sample] for sample in middle] for kind, own in costs.items()}, inner)
-    parts = np.split(middle, np.cumsum(inner)[:-1]) if found is None else [middle[part] for part in found]
+    inner_parts = dealt({kind: [column[sample] for sample in middle] for kind, column in costs.items()}, inner)
+    parts = np.split(middle, np.cumsum(inner)[:-1]) if inner_parts is None else [middle[part] for part in inner_parts]
     if fills:
         parts = _cheap_ends(parts, loads)
     if end:
@@ -82,7 +82,7 @@ def _cheap_ends(parts: Sequence[Part], loads: Loads) -> list[Part]:
 
 def _shares(costs: Mapping[str, Sequence[float]], count: int) -> Loads | None:
     """Costs in shares of what each of `count` parts has on average; None where nothing costs, or nothing is dealt."""
-    kinds = [own for own in costs.values() if sum(own)]
+    kinds = [column for column in costs.values() if sum(column)]
     if not kinds or count < 2:
         return None
     loads = np.array(kinds, dtype=np.float64).T
@@ -134,8 +134,8 @@ def _longest_first(loads: Loads, sizes: Sequence[int], speed: Loads) -> Part:
     for sample in np.argsort(-loads.max(axis=1), kind="stable"):
         after = sums + loads[sample] / speed
         # of equal ones that with the most room, so that cheap samples are left for full ones
-        key = np.lexsort((-room, after.sum(axis=1), after.max(axis=1)))
-        part = next(int(one) for one in key if room[one])
+        order = np.lexsort((-room, after.sum(axis=1), after.max(axis=1)))
+        part = next(int(part) for part in order if room[part])
         where[sample], sums[part] = part, after[part]
         room[part] -= 1
     return where
@@ -146,16 +146,16 @@ def _exchange(loads: Loads, where: Part, speed: Loads) -> None:
     sums = _sums(loads, where, speed)
     for _ in range(len(loads)):
         busiest = int(sums.max(axis=1).argmax())
-        own, others = np.flatnonzero(where == busiest), np.flatnonzero(where != busiest)
-        moved = loads[own][:, None] - loads[others][None]  # [own, others, K]
+        busy, others = np.flatnonzero(where == busiest), np.flatnonzero(where != busiest)
+        moved = loads[busy][:, None] - loads[others][None]  # [busy, others, K]
         less, more = moved / speed[busiest], moved / speed[where[others]]
         after = np.maximum((sums[busiest] - less).max(axis=2), (sums[where[others]] + more).max(axis=2))
-        mine, other = np.unravel_index(int(after.argmin()), after.shape)
-        if after[mine, other] >= sums[busiest].max() - _LEAST:
+        row, column = np.unravel_index(int(after.argmin()), after.shape)
+        if after[row, column] >= sums[busiest].max() - _LEAST:
             return
-        sums[busiest] -= less[mine, other]
-        sums[where[others[other]]] += more[mine, other]
-        where[own[mine]], where[others[other]] = where[others[other]], busiest
+        sums[busiest] -= less[row, column]
+        sums[where[others[column]]] += more[row, column]
+        where[busy[row]], where[others[column]] = where[others[column]], busiest
 
 
 Costs = Mapping[str, npt.NDArray[np.float64]]
@@ -176,14 +176,14 @@ def costs_of(dataset: Any) -> Costs:
     """
     if isinstance(dataset, Subset):
         return {kind: column.take(dataset.indices) for kind, column in costs_of(dataset.dataset).items()}
-    said = getattr(dataset, "sample_costs", None)
-    said = said() if callable(said) else said
-    if said is None:
+    costs = getattr(dataset, "sample_costs", None)
+    costs = costs() if callable(costs) else costs
+    if costs is None:
         return {}
     where = f"{type(dataset).__name__}.sample_costs"
-    if not isinstance(said, Mapping):
-        return {"cost": _column(where, said, len(dataset))}
-    return {kind: _column(f"{where}[{kind!r}]", column, len(dataset)) for kind, column in said.items()}
+    if not isinstance(costs, Mapping):
+        return {"cost": _column(where, costs, len(dataset))}
+    return {kind: _column(f"{where}[{kind!r}]", column, len(dataset)) for kind, column in costs.items()}
 
 
 def _column(where: str, column: Any, count: int) -> npt.NDArray[np.float64]:
@@ -225,14 +225,14 @@ class Exchange:
         """Return the batches of those replicas that `samplers` are of; steps that are `skipped` stay as they are."""
         first = samplers[0]
         if hasattr(first, "of_all_replicas"):  # which have unlike speeds
-            steps, numbers = first.of_all_replicas(), [one.shard for one in samplers]
+            steps, numbers = first.of_all_replicas(), [sampler.shard for sampler in samplers]
         elif type(first) is BatchSampler and isinstance(first.sampler, DistributedSampler):
-            steps, numbers = _of_all_replicas(first, first.sampler), [one.sampler.rank for one in samplers]
+            steps, numbers = _of_all_replicas(first, first.sampler), [sampler.sampler.rank for sampler in samplers]
         else:
             return samplers
         steps = (step if number < skipped else self.evened(step) for number, step in enumerate(steps))
         copies = itertools.tee(steps, len(numbers))
-        return [map(itemgetter(number), own) for number, own in zip(numbers, copies, strict=True)]
+        return [map(itemgetter(number), replica_steps) for number, replica_steps in zip(numbers, copies, strict=True)]
 
     def evened(self, step: Step) -> Step:
         """Deal samples so that what each replica has to do is in proportion to how many samples it has."""

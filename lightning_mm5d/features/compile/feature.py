@@ -98,16 +98,16 @@ class _CompiledLayers(Removable):
     def _keep_outside(self, layer: nn.Module) -> None:
         """Let compiled code end before the forwards that tensor parallelism has replaced."""
         for module in layer.modules():
-            own = vars(module).get("forward")
-            if own is not None:
-                self.put_attribute(module, _OUTSIDE, own)
+            replacement = vars(module).get("forward")
+            if replacement is not None:
+                self.put_attribute(module, _OUTSIDE, replacement)
                 self.put_forward(module, _outside)
 
     def _patch(
         self, layer: nn.Module, functions: dict[Any, Callable[..., Any]], modality: Modality, *, recomputes: bool
     ) -> None:
-        own, cls = vars(layer).get("forward"), type(layer)
-        if own is not None:  # the layer itself is what tensor parallelism has replaced
+        replacement, cls = vars(layer).get("forward"), type(layer)
+        if replacement is not None:  # the layer itself is what tensor parallelism has replaced
             return
         if cls not in functions:
             functions[cls] = _compiled(cls.forward, modality, recomputes=recomputes)

@@ -15,13 +15,13 @@ def check(fields: Mapping[str, Any]) -> None:
         ConfigError: at the first field that cannot work.
     """
     for name, modality in (fields.get("modalities") or {}).items():
-        field, said = f"modalities.{name}.compute.compile", modality.compute.compile
-        if not isinstance(said, bool | str) or not (isinstance(said, bool) or said.strip()):
+        field, setting = f"modalities.{name}.compute.compile", modality.compute.compile
+        if not isinstance(setting, bool | str) or not (isinstance(setting, bool) or setting.strip()):
             rule = "It is true, false or the name of a backend of torch.compile"
-            raise ConfigError(field, said, rule, f"Use {bool(said)}")
-        if said and modality.tensor.sequence_parallel:
+            raise ConfigError(field, setting, rule, f"Use {bool(setting)}")
+        if setting and modality.tensor.sequence_parallel:
             rule = (
                 "With sequence_parallel layers take hidden states that stand for shards of other ranks, and run "
                 "uncompiled"
             )
-            raise ConfigError(field, said, rule, "Leave out compile, or sequence_parallel")
+            raise ConfigError(field, setting, rule, "Leave out compile, or sequence_parallel")

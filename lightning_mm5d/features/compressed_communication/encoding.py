@@ -117,12 +117,12 @@ class Compression(NamedTuple):
 
     def encoded(self, meta: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
         """Return a payload with tensors as bytes where that is shorter, and what they were in its meta."""
-        found, kinds = list(tensors), []
+        payload, kinds = list(tensors), []
         for index, tensor in enumerate(tensors):
             if self.saves(tensor.numel(), tensor.dtype):
-                found[index] = self.encode(tensor)
+                payload[index] = self.encode(tensor)
                 kinds.append([index, str(tensor.dtype).removeprefix("torch."), *tensor.shape])
-        return [kinds, meta], found
+        return [kinds, meta], payload
 
     def decoded(self, meta: Any, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
         """Undo `encoded`."""
@@ -227,17 +227,17 @@ class CompressedScatter:
         seed: int | None = None,
         arriving: Sequence[int] | None = None,
     ) -> None:
-        own = group.rank()
+        rank = group.rank()
         self._dtype, self._compression = chunks[0].dtype, compression
-        self._lengths = list(arriving) if arriving is not None else [chunks[own].numel()] * len(chunks)
-        seeds = [None if seed is None else seed + own * len(chunks) + place for place in range(len(chunks))]
-        parts = [compression.encode(chunk, one) for chunk, one in zip(chunks, seeds, strict=True)]
+        self._lengths = list(arriving) if arriving is not None else [chunks[rank].numel()] * len(chunks)
+        seeds = [None if seed is None else seed + rank * len(chunks) + place for place in range(len(chunks))]
+        parts = [compression.encode(chunk, chunk_seed) for chunk, chunk_seed in zip(chunks, seeds, strict=True)]
         data = torch.cat(parts)
         self._sent: Tensor | None = data
         self._sizes = [compression.nbytes(length, self._dtype) for length in self._lengths]
         self._arrived = data.new_empty(sum(self._sizes))
         sent = [part.numel() for part in parts]
-        self.moved = sum(sent) - sent[own]
+        self.moved = sum(sent) - sent[rank]
         self._group = group
         self._work: Any = dist.all_to_all_single(self._arrived, data, self._sizes, sent, group=group, async_op=True)
 
@@ -281,20 +281,20 @@ class CompressedGather:
 
     def __init__(
         self,
-        own: Tensor,
+        local: Tensor,
         lengths: Sequence[int],
         group: dist.ProcessGroup,
         compression: Compression,
         *,
         seed: int | None = None,
     ) -> None:
-        self._dtype, self._lengths, self._compression = own.dtype, lengths, compression
-        self._sizes = [compression.nbytes(length, own.dtype) for length in lengths]
-        data, longest = compression.encode(own, None if seed is None else seed + group.rank()), max(self._sizes)
-        self._own = torch.nn.functional.pad(data, (0, longest - data.numel()))
+        self._dtype, self._lengths, self._compression = local.dtype, lengths, compression
+        self._sizes = [compression.nbytes(length, local.dtype) for length in lengths]
+        data, longest = compression.encode(local, None if seed is None else seed + group.rank()), max(self._sizes)
+        self._padded = torch.nn.functional.pad(data, (0, longest - data.numel()))
         self._all = data.new_empty(longest * len(lengths))
         self.moved = longest * (len(lengths) - 1)
-        self._work: Any = all_gather_single(self._all, self._own, group=group, async_op=True)
+        self._work: Any = all_gather_single(self._all, self._padded, group=group, async_op=True)
 
     def wait(self) -> list[Tensor]:
         """Return the flat tensors of all ranks as all ranks get them, that of this rank too."""
@@ -346,9 +346,9 @@ class CompressedSum:
     def summed(self) -> None:
         """Wait for the summands and send the sum on; a collective, which `wait` calls where nobody did."""
         if isinstance(self._under_way, CompressedScatter):
-            own = self._under_way.total().to(self._dtype)  # that of the summands, whose wire both halves take
+            local_sum = self._under_way.total().to(self._dtype)  # that of the summands, whose wire both halves take
             seed = None if self._seed is None else self._seed + self._group.size() ** 2
-            self._under_way = CompressedGather(own, self._lengths, self._group, self._compression, seed=seed)
+            self._under_way = CompressedGather(local_sum, self._lengths, self._group, self._compression, seed=seed)
             self.moved += self._under_way.moved
 
     def wait(self) -> Tensor:
@@ -386,9 +386,9 @@ class CompressedGroup(TensorGroup):
             self.wait()
             sent.summed()
             self.wait()
-            found = owned(sent.wait().view(tensor.shape))
+            summed = owned(sent.wait().view(tensor.shape))
             self.moved += sent.moved
-            return found
+            return summed
 
         return total
 
@@ -396,15 +396,15 @@ class CompressedGroup(TensorGroup):
         """See `TensorGroup`."""
         if exact or self._sends_plain(local):
             return super().start_gather(local, dim, lengths, exact=exact)
-        own, dim = local.detach(), dim % local.dim()
-        unit = math.prod(size for place, size in enumerate(own.shape) if place != dim)
-        found = CompressedGather(own, [unit * length for length in lengths], self.group, self._compression)
-        self.moved += found.moved
+        detached, dim = local.detach(), dim % local.dim()
+        unit = math.prod(size for place, size in enumerate(detached.shape) if place != dim)
+        gather = CompressedGather(detached, [unit * length for length in lengths], self.group, self._compression)
+        self.moved += gather.moved
 
         def joined() -> Tensor:
             self.wait()
-            rows = zip(found.wait(), lengths, strict=True)
-            return torch.cat([flat.view(with_length(own.shape, dim, length)) for flat, length in rows], dim)
+            rows = zip(gather.wait(), lengths, strict=True)
+            return torch.cat([flat.view(with_length(detached.shape, dim, length)) for flat, length in rows], dim)
 
         return joined
 

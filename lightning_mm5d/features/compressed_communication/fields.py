@@ -41,10 +41,10 @@ class Communication:
 
 def communication_of(modality: Modality) -> Communication:
     """Return what a modality says, whose `communication_dtype` has passed its check."""
-    said: Any = modality.communication.communication_dtype
-    if said is None or isinstance(said, str):
-        return Communication(**dict.fromkeys(KINDS, said))
-    return Communication(**said)
+    dtypes: Any = modality.communication.communication_dtype
+    if dtypes is None or isinstance(dtypes, str):
+        return Communication(**dict.fromkeys(KINDS, dtypes))
+    return Communication(**dtypes)
 
 
 def check(fields: Mapping[str, Any]) -> None:
@@ -54,9 +54,9 @@ def check(fields: Mapping[str, Any]) -> None:
         ConfigError: at the first field that cannot work.
     """
     for name, modality in (fields.get("modalities") or {}).items():
-        field, said = f"modalities.{name}", modality.communication.communication_dtype
-        if said is not None:
-            _check_said(f"{field}.communication.communication_dtype", said)
+        field, dtypes = f"modalities.{name}", modality.communication.communication_dtype
+        if dtypes is not None:
+            _check_dtypes(f"{field}.communication.communication_dtype", dtypes)
             _check_layers(field, modality)
 
 
@@ -80,11 +80,11 @@ def _check_layers(field: str, modality: Modality) -> None:
         raise ConfigError(f"{field}.communication.communication_dtype", dtype, rule, fix)
 
 
-def _check_said(field: str, said: object) -> None:
-    if not isinstance(said, Mapping):
-        _check_dtype(field, said)
+def _check_dtypes(field: str, dtypes: object) -> None:
+    if not isinstance(dtypes, Mapping):
+        _check_dtype(field, dtypes)
         return
-    for kind, value in said.items():
+    for kind, value in dtypes.items():
         if kind == _OPTION:
             if not isinstance(value, bool):
                 raise ConfigError(f"{field}.{kind}", value, "It is true or false", f"Use {bool(value)}")
@@ -93,7 +93,7 @@ def _check_said(field: str, said: object) -> None:
             raise ConfigError(field, kind, rule, did_you_mean(kind, (*KINDS, _OPTION)))
         elif value is not None:
             _check_dtype(f"{field}.{kind}", value)
-    if said.get(_OPTION) and said.get("gradients") in (None, "float32"):
+    if dtypes.get(_OPTION) and dtypes.get("gradients") in (None, "float32"):
         rule = "Gradients alone are rounded at random, and they travel as they are"
         raise ConfigError(f"{field}.{_OPTION}", True, rule, "Name a dtype for `gradients`, or leave it unset")
 

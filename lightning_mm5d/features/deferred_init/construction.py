@@ -75,9 +75,9 @@ def initialize_meta(module: nn.Module, names: Iterable[str] | None = None) -> De
     """
     chosen = None if names is None else frozenset(names)
     tensors = [
-        (found, tensor)
-        for found, _, tensor in tensors_of(module)
-        if tensor.is_meta and (chosen is None or not chosen.isdisjoint(found))
+        (aliases, tensor)
+        for aliases, _, tensor in tensors_of(module)
+        if tensor.is_meta and (chosen is None or not chosen.isdisjoint(aliases))
     ]
     wanted = {id(tensor) for _, tensor in tensors}
     parts = {id(part): _parts(part) for part in module.modules() if _is_pretrained(part)}
@@ -88,11 +88,11 @@ def initialize_meta(module: nn.Module, names: Iterable[str] | None = None) -> De
         with recorder, torch.no_grad():
             _initialize(module, "", wanted, parts)
     weights = recorder.weights(module)
-    undefined = [name for name in weights.unknown if any(found[0] == name for found, _ in tensors)]
+    undefined = [name for name in weights.unknown if any(aliases[0] == name for aliases, _ in tensors)]
     if undefined:
         _refuse(module, undefined[0])
-    kept = [entry for entry in weights.tensors if chosen is None or not chosen.isdisjoint(entry[0])]
-    return dataclasses.replace(weights, tensors=kept, unknown=())
+    chosen_tensors = [entry for entry in weights.tensors if chosen is None or not chosen.isdisjoint(entry[0])]
+    return dataclasses.replace(weights, tensors=chosen_tensors, unknown=())
 
 
 @contextmanager
@@ -244,11 +244,11 @@ class ModuleWeights:
         Generators are where one process would have them afterwards, unless this process has drawn from them since the
         weights were recorded, or recorded with another state than rank 0.
         """
-        own, before = weights.random_state, [generator.get_state() for generator in weights.generators]
+        states, before = weights.random_state, [generator.get_state() for generator in weights.generators]
         # generators take states in host memory alone, and messages may live on a device
-        first = [one.cpu() for one in broadcast_tree([*own], 0, self._wire)] if dist.is_initialized() else own
+        first = [state.cpu() for state in broadcast_tree([*states], 0, self._wire)] if dist.is_initialized() else states
         weights.materialize(self._module, self._put, random_state=first)
-        goes_on = all(map(torch.equal, own, first)) and all(map(torch.equal, own, before))
+        goes_on = all(map(torch.equal, states, first)) and all(map(torch.equal, states, before))
         for generator, state in zip(weights.generators, () if goes_on else before, strict=False):
             generator.set_state(state)
         if weights.stored:
@@ -259,7 +259,7 @@ class ModuleWeights:
         there = {*source.names()} & self._module.state_dict(keep_vars=True).keys()
         for names, _, tensor in tensors_of(self._module):
             if tensor.is_meta and not there.isdisjoint(names):
-                shape = _kept(self._holding(names, tensor))
+                shape = _local_shape(self._holding(names, tensor))
                 self._fill(names, torch.empty(shape, dtype=tensor.dtype, device=self._device))
         load_local(self._module, source, self._plan, self._rank)
 
@@ -270,8 +270,8 @@ class ModuleWeights:
             return
         value = value.to(tensor.dtype)
         holding = self._holding(names, value)
-        if (kept := _kept(holding)) != holding.full:
-            value = holding.cut(value, value.new_empty(kept))
+        if (shape := _local_shape(holding)) != holding.full:
+            value = holding.cut(value, value.new_empty(shape))
         self._fill(names, value.to(self._device))
 
     def _holding(self, names: Sequence[str], full: Tensor) -> Holding:
@@ -283,7 +283,7 @@ class ModuleWeights:
         return self._holdings.of(name, self._rank, full.shape)
 
 
-def _kept(holding: Holding) -> tuple[int, ...]:
+def _local_shape(holding: Holding) -> tuple[int, ...]:
     """Return the shape that a rank keeps between steps."""
     return holding.own if holding.rows is not None and holding.rows.stage == 3 else holding.local
 
@@ -320,9 +320,9 @@ def with_unrecorded(root: nn.Module, recorded: Sequence[DeferredWeights]) -> lis
 
 def _tensor(root: nn.Module, name: str) -> Tensor:
     path, _, attribute = name.rpartition(".")
-    found = getattr(root.get_submodule(path), attribute)
-    assert isinstance(found, Tensor), name
-    return found
+    tensor = getattr(root.get_submodule(path), attribute)
+    assert isinstance(tensor, Tensor), name
+    return tensor
 
 
 class Recording(Construction):
@@ -401,7 +401,7 @@ class LaterWrites:
         for hook in self._watching:
             hook.remove()
         for module in filter(None, (ref() for ref in self._modules.values())):
-            self._versions |= {(id(module), name): tensor._version for name, tensor in _own(module)}
+            self._versions |= {(id(module), name): tensor._version for name, tensor in _without_memory(module)}
             if id(module) not in self._hooks:
                 self._hooks[id(module)] = module.register_load_state_dict_pre_hook(_Load(self))
 
@@ -414,7 +414,7 @@ class LaterWrites:
     def _check(self) -> None:
         for key, ref in self._modules.items():
             module = ref()
-            for name, tensor in _own(module) if module is not None else ():
+            for name, tensor in _without_memory(module) if module is not None else ():
                 if tensor._version != self._versions.get((key, name), tensor._version):
                     got = "a weight that was written to after the context in which it was built"
                     rule = "It has no memory before a run, so the write is lost"
@@ -423,7 +423,7 @@ class LaterWrites:
 
     def load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Record that a module's own tensors without memory get the values of a state dict."""
-        for name, tensor in _own(module):
+        for name, tensor in _without_memory(module):
             value = state.get(f"{prefix}{name}")
             if not isinstance(value, Tensor) or value.shape != tensor.shape:
                 continue
@@ -439,10 +439,10 @@ class LaterWrites:
             self._hooks.pop(id(module), None)
 
 
-def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
+def _without_memory(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The parameters and buffers of `module` itself that have no memory."""
-    found = [*module._parameters.items(), *module._buffers.items()]
-    return [(name, tensor) for name, tensor in found if tensor is not None and tensor.is_meta]
+    pairs = [*module._parameters.items(), *module._buffers.items()]
+    return [(name, tensor) for name, tensor in pairs if tensor is not None and tensor.is_meta]
 
 
 class _Load:

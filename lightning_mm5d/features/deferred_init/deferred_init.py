@@ -93,20 +93,20 @@ class DeferredInit(TorchDispatchMode):
     def weights(self, module: nn.Module) -> DeferredWeights:
         """What is deferred in `module`, by name, and how to make it."""
         with unrecorded():
-            found = list(tensors_of(module))
+            tensors = list(tensors_of(module))
             memories = self._memories.table()
-            used = [self._memories.view(t) for _, _, t in found if self._memories.holds(t)]
+            used = [self._memories.view(t) for _, _, t in tensors if self._memories.holds(t)]
             undefined = undefined_memories(self._journal.operations, memories, used)
             why = {
-                id(t): undefined.get(number) for _, _, t in found if (number := self._memories.number(t)) is not None
+                id(t): undefined.get(number) for _, _, t in tensors if (number := self._memories.number(t)) is not None
             }
-            for names, _, tensor in found:
+            for names, _, tensor in tensors:
                 if why.get(id(tensor)) is Undefined.FROM_META:
                     rule = "Such tensors have no contents"
                     fix = "Build the module outside of torch.device('meta'): configure_model makes no weights by itself"
                     raise ConfigError(names[0], "a value computed from a tensor of the meta device", rule, fix)
             deferred = {key for key, reason in why.items() if reason is not Undefined.META}
-            known = [(names, kind, t) for names, kind, t in found if id(t) in deferred]
+            known = [(names, kind, t) for names, kind, t in tensors if id(t) in deferred]
             return DeferredWeights(
                 operations=tuple(self._journal.operations),
                 memories=memories,
@@ -116,8 +116,8 @@ class DeferredInit(TorchDispatchMode):
                 read_by=self._journal.read_by,
                 tensors=tuple((n, self._memories.view(t)) for n, k, t in known if k != "attribute"),
                 attributes=tuple((t, self._memories.view(t)) for _, k, t in known if k == "attribute"),
-                unwritten=tuple(n[0] for n, _, t in found if why.get(id(t)) is Undefined.EMPTY),
-                unknown=tuple(n[0] for n, _, t in found if t.is_meta and id(t) not in deferred),
+                unwritten=tuple(n[0] for n, _, t in tensors if why.get(id(t)) is Undefined.EMPTY),
+                unknown=tuple(n[0] for n, _, t in tensors if t.is_meta and id(t) not in deferred),
             )
 
     def adopt(self, tensor: Tensor) -> None:
@@ -129,9 +129,9 @@ class DeferredInit(TorchDispatchMode):
         """Note that a tensor of the meta device is what `recipe` reads."""
         self._memories.add(tensor, CPU)
         view = self._memories.view(tensor)
-        made = frozenset([view.memory])
+        memories = frozenset([view.memory])
         self._journal.operations.append(
-            Operation(recipe.read, (), {}, (view,), frozenset(), made, made, None, torch.get_default_dtype())
+            Operation(recipe.read, (), {}, (view,), frozenset(), memories, memories, None, torch.get_default_dtype())
         )
 
     def is_deferred(self, tensor: Tensor) -> bool:
@@ -193,16 +193,16 @@ class DeferredInit(TorchDispatchMode):
         for tensor in [*call.written, *(t for t in call.tensors if t.is_meta)]:
             self.adopt(tensor)
         twins = {id(t): self._memories.twin(t) for t in call.tensors}
-        given = {id(twins[id(t)]): t for t in call.tensors}
+        originals = {id(twins[id(t)]): t for t in call.tensors}
         args, kwargs = call.mapped(lambda t: twins.get(id(t), t), device=META, generator=None)
         if call.signature.shape_only:
             kwargs["device"] = META
         try:
-            made = call.function(*args, **kwargs)
+            results = call.function(*args, **kwargs)
         except NotImplementedError:
             return self._run_for_real(call)
-        self._journal.note(call, list(leaves(made)))
-        return mapped(lambda t: given.get(id(t), t), made)
+        self._journal.note(call, list(leaves(results)))
+        return mapped(lambda t: originals.get(id(t), t), results)
 
     def _run_for_real(self, call: Call) -> Any:
         """Run a call with the contents that deferred tensors have now; its results are real."""
@@ -262,7 +262,7 @@ def undefined_memories(
     wanted: dict[int, list[View]] = {}
     for view in used:
         wanted.setdefault(view.memory, []).append(view)
-    return {memory: found for memory, of in wanted.items() if (found := reason(memory, of)) is not None}
+    return {memory: undefined for memory, of in wanted.items() if (undefined := reason(memory, of)) is not None}
 
 
 def _reached(views: Sequence[View], memory: Memory, wanted: Sequence[View]) -> bool:
@@ -329,10 +329,10 @@ class OrdinaryAnswers(TorchFunctionMode):
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`Tensor.to`, where the device that a tensor pretends to be on is no other device."""
-        own = self._recorder.device_of(tensor)
+        device = self._recorder.device_of(tensor)
 
         def same(item: Any) -> Any:
-            if isinstance(item, str | torch.device) and torch.device(item) == own:
+            if isinstance(item, str | torch.device) and torch.device(item) == device:
                 return tensor.device
             return item
 

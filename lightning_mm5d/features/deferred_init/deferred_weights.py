@@ -191,7 +191,7 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
 def tensors_of(module: nn.Module) -> Iterator[tuple[tuple[str, ...], Kind, Tensor]]:
     """All parameters, buffers and tensors in plain attributes, each once with all its names; attributes by path."""
     names: dict[int, list[str]] = {}
-    found: dict[int, tuple[Kind, Tensor]] = {}
+    by_id: dict[int, tuple[Kind, Tensor]] = {}
     kinds: list[tuple[Kind, Iterator[tuple[str, Tensor]]]] = [
         ("parameter", module.named_parameters(remove_duplicate=False)),
         ("buffer", module.named_buffers(remove_duplicate=False)),
@@ -200,8 +200,8 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[tuple[str, ...], Kind, Tenso
     for kind, pairs in kinds:
         for name, tensor in pairs:
             names.setdefault(id(tensor), []).append(name)
-            found.setdefault(id(tensor), (kind, tensor))
-    for key, (kind, tensor) in found.items():
+            by_id.setdefault(id(tensor), (kind, tensor))
+    for key, (kind, tensor) in by_id.items():
         yield tuple(names[key]), kind, tensor
 
 

@@ -199,12 +199,12 @@ class Replay:
             if "generator" in kwargs:
                 kwargs["generator"] = generator
         with torch.no_grad():
-            made = operation.function(*args, **kwargs)
+            results = operation.function(*args, **kwargs)
         if not step.dropped:
             inputs = {
                 t.untyped_storage().data_ptr() for t in leaves([args, list(kwargs.values())]) if isinstance(t, Tensor)
             }
-            for view, tensor in zip(operation.results, leaves(made), strict=False):
+            for view, tensor in zip(operation.results, leaves(results), strict=False):
                 if view is not None:
                     self._keep(operation, view, tensor, inputs)
 
@@ -226,19 +226,19 @@ class Replay:
             return restore
         return self._after[restore] if self.noted is None else self.noted.after[restore]
 
-    def _keep(self, operation: Operation, view: View, made: Tensor, inputs: set[int]) -> None:
+    def _keep(self, operation: Operation, view: View, fresh: Tensor, inputs: set[int]) -> None:
         """Make the memory of a result, by taking over what was made where it has the recorded geometry."""
-        if tuple(made.shape) != view.size or made.dtype != view.dtype:
+        if tuple(fresh.shape) != view.size or fresh.dtype != view.dtype:
             raise RuntimeError(
-                f"{operation.name} made a tensor of shape {tuple(made.shape)} and {made.dtype} where it was recorded "
+                f"{operation.name} made a tensor of shape {tuple(fresh.shape)} and {fresh.dtype} where it was recorded "
                 f"with {view.size} and {view.dtype}, so its shape depends on random values"
             )
-        storage = made.untyped_storage()
-        same = made.stride() == view.stride and made.storage_offset() == view.offset and not made.is_conj()
+        storage = fresh.untyped_storage()
+        same = fresh.stride() == view.stride and fresh.storage_offset() == view.offset and not fresh.is_conj()
         if same and storage.nbytes() == self.memories[view.memory].n_bytes and storage.data_ptr() not in inputs:
             self._storages[view.memory] = storage
             return
-        view.tensor(self._storage(view.memory)).copy_(made)
+        view.tensor(self._storage(view.memory)).copy_(fresh)
 
 
 def _made(memory: Memory) -> UntypedStorage:
@@ -292,18 +292,20 @@ class Journal:
         if asked is not None and asked != META:
             return torch.device(asked)
         tensors = call.tensors
-        own = [self.memories.device(t) if self.memories.holds(t) else t.device for t in tensors]
-        own = [CPU if device == META else device for device in own]
-        return next((device for t, device in zip(tensors, own, strict=True) if t.dim()), own[0] if own else CPU)
+        devices = [self.memories.device(t) if self.memories.holds(t) else t.device for t in tensors]
+        devices = [CPU if device == META else device for device in devices]
+        return next(
+            (device for t, device in zip(tensors, devices, strict=True) if t.dim()), devices[0] if devices else CPU
+        )
 
-    def note(self, call: Call, made: list[Any]) -> None:
+    def note(self, call: Call, outputs: list[Any]) -> None:
         """Write a call down, with the meta tensors that it made; all that it writes is in known memory."""
         device = self.device(call)
         if call.signature.empty:
-            for item in made:
+            for item in outputs:
                 self.memories.add(item, device, empty=True)
             return
-        results = tuple(self._result(item, device) for item in made)
+        results = tuple(self._result(item, device) for item in outputs)
         new = {view.memory for view in results if view is not None}
         writes = new | {self.memories.known(t) for t in call.written}
         if not writes:
@@ -337,15 +339,15 @@ class Journal:
         view = self.memories.view(tensor)
         steps = sliced(self.operations, [view.memory], draws=False)
         table = self.memories.table()
-        found: list[UntypedStorage] = []
+        storages: list[UntypedStorage] = []
         generators = [source.generator for source in self.sources]
         with unmoved(generators):
             if any(step.operation.draw for step in steps):
                 self.read_by = self.read_by or asked_by
                 self._draw_until_now(table, asked_by)
-            kept = frozenset([view.memory])
-            Replay(table, steps, generators, kept, lambda _, s: found.append(s), known=self._states).run()
-        return view.tensor(found[0])
+            wanted = frozenset([view.memory])
+            Replay(table, steps, generators, wanted, lambda _, s: storages.append(s), known=self._states).run()
+        return view.tensor(storages[0])
 
     def _draw_until_now(self, table: dict[int, Memory], asked_by: str) -> None:
         """Draw what the operations so far draw, and note the states of their generators."""

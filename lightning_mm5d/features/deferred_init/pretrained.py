@@ -206,8 +206,8 @@ class Joined(Recipe):
             size = 1 if self.stacked else part.shape[self.dim]
             low, high = max(start, at), min(stop, at + size)
             if low < high:
-                own = [] if self.stacked else [(low - at, high - at)]
-                read = part.read([*region[: self.dim], *own, *region[self.dim + 1 :]])
+                along_dim = [] if self.stacked else [(low - at, high - at)]
+                read = part.read([*region[: self.dim], *along_dim, *region[self.dim + 1 :]])
                 into = out.narrow(self.dim, low - start, high - low)
                 into.copy_(read.unsqueeze(self.dim) if self.stacked else read)
             at += size
@@ -246,9 +246,9 @@ class TracedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, recipe: Recipe) -> TracedTensor:
-        made: TracedTensor = _make_wrapper(cls, recipe.shape, dtype=recipe.dtype, device="cpu")
-        made.recipe = recipe
-        return made
+        traced: TracedTensor = _make_wrapper(cls, recipe.shape, dtype=recipe.dtype, device="cpu")
+        traced.recipe = recipe
+        return traced
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"TracedTensor({self.recipe!r})"
@@ -265,10 +265,10 @@ class TracedTensor(torch.Tensor):
         if func not in _STEPS and not {"Tensor", "List[Tensor]"}.issuperset(returned):
             raise NotImplementedError(f"{func} asks for the value of a weight that has not been read from its file")
         step = _STEPS.get(func, _computed)
-        made = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
-        if isinstance(made, Tensor):
-            return cls(step(func, args, kwargs, made, None))
-        return [cls(step(func, args, kwargs, tensor, index)) for index, tensor in enumerate(made)]
+        meta = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
+        if isinstance(meta, Tensor):
+            return cls(step(func, args, kwargs, meta, None))
+        return [cls(step(func, args, kwargs, tensor, index)) for index, tensor in enumerate(meta)]
 
 
 def _as_meta(value: Any) -> Any:
@@ -279,7 +279,7 @@ def _as_meta(value: Any) -> Any:
 # returns several tensors, the index of this one.
 
 
-def _computed(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:
+def _computed(func: Any, args: Any, kwargs: Any, meta: Tensor, output: int | None) -> Recipe:
     parts: list[Recipe] = []
 
     def place(value: Any) -> Any:
@@ -289,7 +289,7 @@ def _computed(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | Non
         return _Place(len(parts) - 1)
 
     call = _Call(str(func), *tree_map(place, [args, kwargs]))
-    return Computed(tuple(made.shape), made.dtype, tuple(parts), call, output)
+    return Computed(tuple(meta.shape), meta.dtype, tuple(parts), call, output)
 
 
 @dataclass(frozen=True)
@@ -314,51 +314,51 @@ class _Call:
         return operator_named(self.operation)(*tree_map(fill, self.args), **tree_map(fill, self.kwargs))
 
 
-def _cast(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:
+def _cast(func: Any, args: Any, kwargs: Any, meta: Tensor, output: int | None) -> Recipe:
     of: Recipe = args[0].recipe
-    return of if of.dtype == made.dtype else Cast(of.shape, made.dtype, of)
+    return of if of.dtype == meta.dtype else Cast(of.shape, meta.dtype, of)
 
 
-def _reshaped(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:
-    return Reshaped(tuple(made.shape), made.dtype, args[0].recipe)
+def _reshaped(func: Any, args: Any, kwargs: Any, meta: Tensor, output: int | None) -> Recipe:
+    return Reshaped(tuple(meta.shape), meta.dtype, args[0].recipe)
 
 
-def _permuted(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:
+def _permuted(func: Any, args: Any, kwargs: Any, meta: Tensor, output: int | None) -> Recipe:
     # A tensor whose sizes are the numbers of its dims shows which dim went where.
-    numbered = func(torch.empty([*range(made.dim())], device="meta"), *args[1:])
-    return Permuted(tuple(made.shape), made.dtype, args[0].recipe, tuple(numbered.shape))
+    numbered = func(torch.empty([*range(meta.dim())], device="meta"), *args[1:])
+    return Permuted(tuple(meta.shape), meta.dtype, args[0].recipe, tuple(numbered.shape))
 
 
-def _split(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:
+def _split(func: Any, args: Any, kwargs: Any, meta: Tensor, output: int | None) -> Recipe:
     of, sizes, *rest = args
     assert output is not None
     start = output * sizes if isinstance(sizes, int) else sum(sizes[:output])
-    return Cut(tuple(made.shape), made.dtype, of.recipe, rest[0] % of.dim() if rest else 0, start)
+    return Cut(tuple(meta.shape), meta.dtype, of.recipe, rest[0] % of.dim() if rest else 0, start)
 
 
-def _sliced(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:
+def _sliced(func: Any, args: Any, kwargs: Any, meta: Tensor, output: int | None) -> Recipe:
     dim, start, _, step = (list(args[1:]) + [0, None, None, 1][len(args) - 1 :])[:4]
     if step != 1:
-        return _computed(func, args, kwargs, made, output)
+        return _computed(func, args, kwargs, meta, output)
     start, _, _ = slice(start, None).indices(args[0].shape[dim])
-    return Cut(tuple(made.shape), made.dtype, args[0].recipe, dim % made.dim(), start)
+    return Cut(tuple(meta.shape), meta.dtype, args[0].recipe, dim % meta.dim(), start)
 
 
-def _picked(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:
+def _picked(func: Any, args: Any, kwargs: Any, meta: Tensor, output: int | None) -> Recipe:
     tensor = args[0]
     dim = (args[1] if len(args) > 1 else 0) % tensor.dim()
     index = (args[2] if output is None else output) % tensor.shape[dim]
-    return Picked(tuple(made.shape), made.dtype, tensor.recipe, dim, index)
+    return Picked(tuple(meta.shape), meta.dtype, tensor.recipe, dim, index)
 
 
-def _joined(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:
+def _joined(func: Any, args: Any, kwargs: Any, meta: Tensor, output: int | None) -> Recipe:
     tensors = args[0]
     dtypes = {tensor.dtype for tensor in tensors}
     if not all(isinstance(tensor, TracedTensor) and tensor.dim() for tensor in tensors) or len(dtypes) > 1:
-        return _computed(func, args, kwargs, made, output)
-    dim = (args[1] if len(args) > 1 else 0) % made.dim()
+        return _computed(func, args, kwargs, meta, output)
+    dim = (args[1] if len(args) > 1 else 0) % meta.dim()
     parts = tuple(tensor.recipe for tensor in tensors)
-    return Joined(tuple(made.shape), made.dtype, parts, dim, stacked=func is _aten.stack.default)
+    return Joined(tuple(meta.shape), meta.dtype, parts, dim, stacked=func is _aten.stack.default)
 
 
 _STEPS = {
@@ -597,8 +597,8 @@ def _traced(paths: list[str], index: Mapping[str, str]) -> dict[str, TracedTenso
     traced: dict[str, TracedTensor] = {}
     for path in paths:
         file = TensorFile(path)
-        own = {name for name, file_name in index.items() if Path(path).match(file_name)}
-        if lost := sorted(own - set(file.names())):
+        indexed = {name for name, file_name in index.items() if Path(path).match(file_name)}
+        if lost := sorted(indexed - set(file.names())):
             raise CheckpointCorruptError(f"{path}: the index says that it holds {lost[0]!r}, and it does not")
         for name in file.names():
             traced[name] = TracedTensor(Stored(file.shape(name), file.dtype(name), file, name))

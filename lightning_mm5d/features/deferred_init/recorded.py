@@ -345,9 +345,9 @@ def unmoved(generators: Sequence[Generator]) -> Iterator[None]:
             generator.set_state(state)
 
 
-def same(one: Generator, other: Generator) -> bool:
+def same(generator: Generator, other: Generator) -> bool:
     """Whether two objects are one generator; operators are given generators in wrappers of their own."""
-    return bool(private(one, "_cdata") == private(other, "_cdata"))
+    return bool(private(generator, "_cdata") == private(other, "_cdata"))
 
 
 class RandomSource:

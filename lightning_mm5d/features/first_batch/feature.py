@@ -66,7 +66,7 @@ class _Checks(Attached):
         joined = self._joined(first) if first.counts and not first.is_gathered else {}
         lacks = self._anywhere(len(joined) < len(first.parts))
         why = self._why_lacking(first) if lacks else self._compares(first, joined)
-        is_told = self._steps.writes and any(len(found) > 1 for found in first.parts.values())
+        is_told = self._steps.writes and any(len(parts) > 1 for parts in first.parts.values())
         if why and first.counts and is_told:
             of_step = "the loss of a batch is the mean of its microbatches' losses"
             if first.name != "training_step":
@@ -80,12 +80,12 @@ class _Checks(Attached):
         if batch_parts.is_compiled or not is_equal or self._has_file():
             return {}
         batches = zip(first.parts.items(), split_replicas(first.batch, len(first.parts)), strict=True)
-        joined = {number: (found, batch_parts.joined(one, found)) for (number, found), one in batches}
-        return {number: [*found[:2], both, found[0]] for number, (found, both) in joined.items() if both is not None}
+        joined = {number: (parts, batch_parts.joined(batch, parts)) for (number, parts), batch in batches}
+        return {number: [*parts[:2], both, parts[0]] for number, (parts, both) in joined.items() if both is not None}
 
     def _has_file(self) -> bool:
         """Whether a module keeps an open file, to which its step may write."""
-        return any(isinstance(one, io.IOBase) for module in self._module.modules() for one in vars(module).values())
+        return any(isinstance(value, io.IOBase) for module in self._module.modules() for value in vars(module).values())
 
     def _compares(self, first: FirstBatch, joined: Mapping[int, list[Microbatch]]) -> str:
         """Run the joined step, and compare; return what stood in the way, "" for nothing."""
@@ -101,9 +101,9 @@ class _Checks(Attached):
 
     def _anywhere(self, holds: bool) -> bool:
         """Whether something holds on any rank."""
-        found = torch.tensor(int(holds), device=message_device(self._device))
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return bool(found)
+        flag = torch.tensor(int(holds), device=message_device(self._device))
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
 
     def _run(
         self, first: FirstBatch, joined: Mapping[int, list[Microbatch]], others: Collection[str] = (), **options: bool

@@ -184,16 +184,16 @@ class JoinedStep(UserStep):
 
     def finish(self, result: Any, index: int) -> None:
         """Keep the loss of a training step, what the step returns beside it, and what it puts into attributes."""
-        kept = result
+        rest = result
         if self.name == "training_step":
             loss = result.get("loss") if isinstance(result, Mapping) else result
-            kept = {name: one for name, one in result.items() if name != "loss"} if loss is not result else None
+            rest = {name: value for name, value in result.items() if name != "loss"} if loss is not result else None
             if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
                 self.losses[index] = loss.detach()
-        self.results[index] = detached(kept)
-        new = {name: one for name, one in vars(self._module).items() if one is not self.before.get(name)}
-        self.rows[index] = {name: one for name, one in new.items() if isinstance(one, (Tensor, np.ndarray))}
-        self.numbers[index] = {name: float(one) for name, one in new.items() if self._is_number(name, one)}
+        self.results[index] = detached(rest)
+        new = {name: value for name, value in vars(self._module).items() if value is not self.before.get(name)}
+        self.rows[index] = {name: value for name, value in new.items() if isinstance(value, (Tensor, np.ndarray))}
+        self.numbers[index] = {name: float(value) for name, value in new.items() if self._is_number(name, value)}
 
     def _is_number(self, name: str, value: Any) -> bool:
         """Whether an attribute is a number, also in a tensor that was one before."""
@@ -290,20 +290,22 @@ class _Begun(NamedTuple):
 
 def _buffers(module: LightningModule) -> dict[str, Tensor]:
     """The buffers that this rank has, but those of batch norms, of which losses tell."""
-    norms = {name for name, one in module.named_modules() if isinstance(one, _BATCH_NORMS)}
+    norms = {name for name, child in module.named_modules() if isinstance(child, _BATCH_NORMS)}
     with plain():
         named = {
-            name: one for name, one in module.named_buffers() if not is_remote(one) and one.layout == torch.strided
+            name: buffer
+            for name, buffer in module.named_buffers()
+            if not is_remote(buffer) and buffer.layout == torch.strided
         }
-    return {name: one for name, one in named.items() if name.rpartition(".")[0] not in norms}
+    return {name: buffer for name, buffer in named.items() if name.rpartition(".")[0] not in norms}
 
 
 def _replace(module: nn.Module, buffer: Tensor, new: Tensor) -> None:
     """Put `new` in the place of a buffer, wherever modules share it."""
-    for one in module.modules():
-        for name, value in one._buffers.items():
+    for owner in module.modules():
+        for name, value in owner._buffers.items():
             if value is buffer:
-                one._buffers[name] = new
+                owner._buffers[name] = new
 
 
 def _other(name: str, tensor: Tensor) -> Tensor:
@@ -313,8 +315,8 @@ def _other(name: str, tensor: Tensor) -> Tensor:
     return torch.where(tensor == 0, share, tensor.detach() * (1.0 - share))
 
 
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)
+def _is_equal(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.dtype == other.dtype and torch.equal(tensor, other)
 
 
 def _drawn() -> tuple[Any, ...]:
@@ -376,16 +378,16 @@ def compare(module: LightningModule, step: JoinedStep) -> None:
 
 def _compare_losses(step: JoinedStep, losses: Sequence[float], rounding: float) -> None:
     """Warn where the loss of two microbatches as one is not the mean of theirs."""
-    one, other, joined, again = losses
+    first, second, joined, again = losses
     weights = step.weights.own[:2]
-    parts = [loss * weight for loss, weight in zip((one, other), weights, strict=True) if weight]
+    parts = [loss * weight for loss, weight in zip((first, second), weights, strict=True) if weight]
     mean = sum(parts) / sum(weights) if parts else math.nan
-    if not math.isfinite(joined) or not parts or _differ(one, again, rounding * _LEAST):
+    if not math.isfinite(joined) or not parts or _differ(first, again, rounding * _LEAST):
         return
     if _differ(mean, joined, rounding):
         warnings.warn(
             f"training_step: the loss of the first two microbatches is {joined:.6g} as one batch, and {mean:.6g} as "
-            f"the mean of both, by which they train. {_advice(one, other, joined, rounding)} {SEE}",
+            f"the mean of both, by which they train. {_advice(first, second, joined, rounding)} {SEE}",
             stacklevel=2,
         )
 
@@ -393,11 +395,11 @@ def _compare_losses(step: JoinedStep, losses: Sequence[float], rounding: float) 
 def _compare_logs(step: JoinedStep, losses: Sequence[float], rounding: float) -> None:
     """Warn of each number that two microbatches log otherwise than both as one; but for the loss itself."""
     for call in step.logs.get(0, {}):
-        found = [log for index in range(4) if (log := step.logs.get(index, {}).get(call)) is not None]
-        values = [float(log.value) for log in found if log.value is not None]
+        logs = [log for index in range(4) if (log := step.logs.get(index, {}).get(call)) is not None]
+        values = [float(log.value) for log in logs if log.value is not None]
         if len(values) < 4 or not math.isfinite(values[2]) or _differ(values[0], values[3], rounding * _LEAST):
             continue
-        logged = merged_value(call[0], found[:2])
+        logged = merged_value(call[0], logs[:2])
         is_loss = bool(losses) and call[0].reduce_fx == "mean"
         is_loss = is_loss and not any(_differ(a, b, rounding) for a, b in zip(values, losses, strict=False))
         if logged is None or is_loss or not _differ(logged, values[2], rounding):
@@ -418,12 +420,12 @@ def _compare_results(step: JoinedStep, rounding: float) -> None:
     """Warn of what the step returns, or puts into attributes, for two microbatches otherwise than for both as one."""
     samples = Sizes.of(next(iter(step.microbatches.values()))[:2], step.weights.own[:2])
     samples.order = None
-    one, other, both, again = (step.results[index] for index in range(4))
+    of_first, of_second, both, again = (step.results[index] for index in range(4))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # merging has told of what it guesses
-        joined = merge([one, other], samples)
-        differing = [] if [*_unlike(one, again, rounding * _LEAST)] else [*_unlike(joined, both, rounding)]
-        found = [(f"what it returns{where}", got, expected) for where, got, expected in differing]
+        joined = merge([of_first, of_second], samples)
+        differing = [] if [*_unlike(of_first, again, rounding * _LEAST)] else [*_unlike(joined, both, rounding)]
+        differences = [(f"what it returns{where}", got, expected) for where, got, expected in differing]
         for name, expected in step.rows[2].items():
             first, second, before = step.rows[0].get(name), step.rows[1].get(name), step.before.get(name)
             if first is None or second is None or second is first or first.shape[:1] != (samples[0],):
@@ -432,14 +434,14 @@ def _compare_results(step: JoinedStep, rounding: float) -> None:
                 continue
             rows = merge([first, second], samples)
             if np.shape(rows) != np.shape(expected):
-                found.append((f"self.{name}", rows, expected))
-    for what, got, expected in found:
+                differences.append((f"self.{name}", rows, expected))
+    for what, got, expected in differences:
         if isinstance(expected, list) or np.shape(expected):
             fix = "Give a row for each sample, or add up in an attribute (self.counts += counts)"
         else:
             fix = "Log a torchmetrics.Metric, which counts the batch as one, or return a count as an integer"
         warnings.warn(
-            f"{step.name}: {what} is {_said(expected)} for the first two microbatches as one batch, and {_said(got)} "
+            f"{step.name}: {what} is {_text(expected)} for the first two microbatches as one batch, and {_text(got)} "
             f"joined of both. {fix}, or set num_microbatches: 1.",
             stacklevel=2,
         )
@@ -447,12 +449,12 @@ def _compare_results(step: JoinedStep, rounding: float) -> None:
 
 def _compare_numbers(step: JoinedStep, rounding: float) -> None:
     """Warn of numbers in attributes that two microbatches, one after the other, leave otherwise than both as one."""
-    one, other, joined, again = (step.numbers[index] for index in range(4))
-    for name in (name for name in joined if name in one and name in other and name in again):
-        if _differ(other[name], joined[name], rounding) and not _differ(one[name], again[name], rounding * _LEAST):
+    first, second, joined, again = (step.numbers[index] for index in range(4))
+    for name in (name for name in joined if name in first and name in second and name in again):
+        if _differ(second[name], joined[name], rounding) and not _differ(first[name], again[name], rounding * _LEAST):
             warnings.warn(
                 f"{step.name}: self.{name} is {joined[name]:.6g} after the first two microbatches as one batch, and "
-                f"{other[name]:.6g} after one and the other. Set it in {step.hooks}_end, or set "
+                f"{second[name]:.6g} after one and the other. Set it in {step.hooks}_end, or set "
                 "num_microbatches: 1.",
                 stacklevel=2,
             )
@@ -466,14 +468,14 @@ def unlike_buffers(module: LightningModule, step: JoinedStep) -> set[str]:
         step: that has run.
     """
     first, second, whole = (step.buffers[index] for index in range(3))
-    rounding, found = _rounding(module, torch.float32), set[str]()
+    rounding, names = _rounding(module, torch.float32), set[str]()
     for name in first.keys() | second.keys() | whole.keys():
         start = step.start[name]
-        one, joined = first.get(name, start), whole.get(name, start)
-        parts = second.get(name, one)
-        if [*_unlike(parts, joined, rounding)] or _moves_on(one, parts, joined):
-            found.add(name)
-    return found
+        after_first, joined = first.get(name, start), whole.get(name, start)
+        parts = second.get(name, after_first)
+        if [*_unlike(parts, joined, rounding)] or _moves_on(after_first, parts, joined):
+            names.add(name)
+    return names
 
 
 def _moves_on(first: Tensor, second: Tensor, whole: Tensor) -> bool:
@@ -508,38 +510,36 @@ def _unlike(joined: Any, whole: Any, rounding: float, where: str = "") -> Iterat
         for index, pair in enumerate(zip(joined, whole, strict=False) if len(joined) == len(whole) else ()):
             yield from _unlike(*pair, rounding, f"{where}[{index}]")
     elif isinstance(joined, _NUMBERS) and isinstance(whole, _NUMBERS):
-        one, other = torch.as_tensor(joined), torch.as_tensor(whole)
-        if one.shape != other.shape or not _are_equal(one, other, rounding):
+        joined_tensor, whole_tensor = torch.as_tensor(joined), torch.as_tensor(whole)
+        if joined_tensor.shape != whole_tensor.shape or not _are_equal(joined_tensor, whole_tensor, rounding):
             yield where, joined, whole
 
 
-def _are_equal(one: Tensor, other: Tensor, rounding: float) -> bool:
+def _are_equal(tensor: Tensor, other: Tensor, rounding: float) -> bool:
     """Whether tensors of one shape are equal but for rounding, by which indices of low precision may differ, too."""
-    if not one.numel() or one.is_complex():
+    if not tensor.numel() or tensor.is_complex():
         return True
-    if not one.is_floating_point():
-        return rounding > _ROUNDING or torch.equal(one, other)
-    one, other = one.double(), other.double()
+    if not tensor.is_floating_point():
+        return rounding > _ROUNDING or torch.equal(tensor, other)
+    tensor, other = tensor.double(), other.double()
     largest = float(other.abs().nan_to_num(posinf=0.0).max())
-    return torch.allclose(one, other, rtol=0.0, atol=rounding * (largest + _LEAST), equal_nan=True)
+    return torch.allclose(tensor, other, rtol=0.0, atol=rounding * (largest + _LEAST), equal_nan=True)
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"a {type(value).__name__} of {len(value)}"
-    found = torch.as_tensor(value)
-    return (
-        f"{float(found):.6g}" if found.numel() == 1 and not found.is_complex() else f"a tensor of {tuple(found.shape)}"
-    )
+    data = torch.as_tensor(value)
+    return f"{float(data):.6g}" if data.numel() == 1 and not data.is_complex() else f"a tensor of {tuple(data.shape)}"
 
 
-def _advice(one: float, other: float, joined: float, rounding: float) -> str:
-    if not _differ(one + other, joined, rounding):
+def _advice(first: float, second: float, joined: float, rounding: float) -> str:
+    if not _differ(first + second, joined, rounding):
         return (
             "It is a sum over samples: return a mean, or set num_microbatches: 1 (and a smaller batch), or the sum is "
             "divided by the number of microbatches."
         )
-    if min(one, other) <= joined <= max(one, other) or not math.isfinite(one + other):
+    if min(first, second) <= joined <= max(first, second) or not math.isfinite(first + second):
         return (
             "If it is a mean over something else than samples (labels that count, weights of classes, a mask), give a "
             "function of a microbatch that counts it: loss_weight=function, or a method `loss_weight(self, batch)`. If "
@@ -551,10 +551,10 @@ def _advice(one: float, other: float, joined: float, rounding: float) -> str:
     )
 
 
-def _differ(one: float, other: float, rounding: float) -> bool:
-    if one == other or (math.isnan(one) and math.isnan(other)):
+def _differ(number: float, other: float, rounding: float) -> bool:
+    if number == other or (math.isnan(number) and math.isnan(other)):
         return False
-    return not abs(one - other) <= rounding * (max(abs(one), abs(other)) + _LEAST)
+    return not abs(number - other) <= rounding * (max(abs(number), abs(other)) + _LEAST)
 
 
 def _rounding(module: LightningModule, loss: torch.dtype) -> float:

@@ -111,15 +111,15 @@ class _FullViews(Attached):
     def _watch_hooks(self, owners: Iterable[Any]) -> None:
         """Show full tensors in the hooks of `owners` that users wrote."""
         predicts_apart = self._plan.layout.num_replicas > 1  # replicas may predict unequal numbers of batches
-        found: list[tuple[Any, str, Any]] = []
+        hooks: list[tuple[Any, str, Any]] = []
         for owner in owners if self._forms else ():
             if isinstance(owner, WeightAveraging | StochasticWeightAveraging):
                 continue  # they average local tensors
             for name in _HOOKS:
                 hook = getattr(owner, name, None)
                 if callable(hook) and is_of_user(hook):
-                    found.append((owner, name, hook))
-        watched = hooks_of_all(found, self._group if self._forms else None)
+                    hooks.append((owner, name, hook))
+        watched = hooks_of_all(hooks, self._group if self._forms else None)
         for owner, name, hook in watched:
             self._watch(owner, name, hook, shares=not (predicts_apart and "predict" in name))
         steps = self._forms and is_of_user(self._module.optimizer_step)
@@ -279,17 +279,21 @@ class _FullViews(Attached):
             self._meet(place=place)
         with torch.inference_mode(False), torch.no_grad(), plain():
             if self._is_shown:
-                self._states.take_back(lambda one: self._exchange.is_held(self._shapes[id(one)][0]))
+                self._states.take_back(lambda parameter: self._exchange.is_held(self._shapes[id(parameter)][0]))
             for form in self._forms if self._opened else ():
                 self._check_shape(form)
             for form in self._forms if self._opened else ():
                 if not issubclass(form.kind, Placeholder):
                     if "values" in self._opened:
                         self._exchange.cut(form.name, form.parameter.data, form.data)
-                        one = self._shared.get(form.parameter)
+                        shared = self._shared.get(form.parameter)
                         # rows of what is frozen are not exchanged after an optimizer's step
-                        if one and one.whole is not None and not (one.rests_own or form.parameter.requires_grad):
-                            self._exchange.cut(form.name, form.parameter.data, one.whole)
+                        if (
+                            shared
+                            and shared.whole is not None
+                            and not (shared.rests_own or form.parameter.requires_grad)
+                        ):
+                            self._exchange.cut(form.name, form.parameter.data, shared.whole)
                     if "gradients" in self._opened:
                         self._take_gradient(form)
 
@@ -310,14 +314,14 @@ class _FullViews(Attached):
                 fix = "Set it in on_before_optimizer_step"
                 raise ConfigError(f"{form.name}.grad", "a gradient set before", rule, fix)
             if local is None:
-                one = self._shared.get(form.parameter)
-                whole = one is not None and one.is_whole
+                shared = self._shared.get(form.parameter)
+                whole = shared is not None and shared.is_whole
                 shape = self._exchange.holding(form.name, self._rank).own if whole else form.data.shape
                 local = torch.empty(shape, dtype=new.dtype, device=form.data.device)
             self._exchange.cut(form.name, new, local)
-        one = self._shared.get(form.parameter)
-        if one is not None and one.is_whole:
-            one.gradient = None if new is None else local
+        shared = self._shared.get(form.parameter)
+        if shared is not None and shared.is_whole:
+            shared.gradient = None if new is None else local
             form.grad = form.grad if new is not None else None
         else:
             form.grad = None if new is None else local
@@ -354,9 +358,9 @@ class _FullViews(Attached):
         code = zlib.crc32(place.encode())
         at = [code, -code] if opens is None else [_NOWHERE, _NOWHERE]
         while True:
-            said = torch.tensor([*(kind == opens for kind in _KINDS), *at])
-            dist.all_reduce(said, dist.ReduceOp.MAX, self._group)
-            *wanted, last, first = said.tolist()
+            flags = torch.tensor([*(kind == opens for kind in _KINDS), *at])
+            dist.all_reduce(flags, dist.ReduceOp.MAX, self._group)
+            *wanted, last, first = flags.tolist()
             for kind, is_wanted in zip(_KINDS, wanted, strict=True):
                 if is_wanted:
                     self._gather(kind, keeps=opens is not None)
@@ -370,10 +374,10 @@ class _FullViews(Attached):
     def _mismatch(self, place: str) -> RankMismatchError:
         names: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(names, place, group=self._group)
-        found: dict[str, list[str]] = {}
+        places: dict[str, list[str]] = {}
         for rank, name in enumerate(names):
-            found.setdefault(name, []).append(str(rank))
-        told = "; ".join(f"rank {', '.join(ranks)} at {name}" for name, ranks in found.items())
+            places.setdefault(name, []).append(str(rank))
+        told = "; ".join(f"rank {', '.join(ranks)} at {name}" for name, ranks in places.items())
         return RankMismatchError(
             f"ranks are at unequal places of a hook: {told}. Checkpoints, full_state_dict and norms need all ranks: "
             "call them outside of conditions that differ between ranks, such as trainer.is_global_zero"
@@ -386,8 +390,8 @@ class _FullViews(Attached):
         return self._optimization.is_unsummed and is_summed_late(self._plan, form.name)
 
     def _local_gradient(self, form: Form) -> Tensor | None:
-        one = self._shared.get(form.parameter)
-        return one.gradient if one is not None and one.is_whole else form.grad
+        shared = self._shared.get(form.parameter)
+        return shared.gradient if shared is not None and shared.is_whole else form.grad
 
     def _present(self, form: Form, kind: Kind) -> Tensor | None:
         """What this rank has of a parameter: a full tensor once opened, else its local part."""
@@ -406,7 +410,7 @@ class _FullViews(Attached):
                 self._opened |= {kind} if keeps else set()
                 return
             present = [self._present(form, kind) for form in self._forms]
-            codes = torch.tensor([0 if one is None else 1 + _DTYPES.index(one.dtype) for one in present])
+            codes = torch.tensor([0 if tensor is None else 1 + _DTYPES.index(tensor.dtype) for tensor in present])
             dist.all_reduce(codes, dist.ReduceOp.MAX, self._group)
             dtypes = [None if code == 0 else _DTYPES[code - 1] for code in codes.tolist()]
             full: list[Tensor | None] = [None] * len(dtypes)

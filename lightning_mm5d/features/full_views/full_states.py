@@ -100,15 +100,15 @@ class PartExchange:
             tensors: with equal names and dtypes on all ranks.
         """
         sent: dict[tuple[int, torch.dtype], list[Moving]] = {}
-        for one in tensors:
-            for keeper in self._keepers(one.name):
-                sent.setdefault((keeper, one.dtype), []).append(one)
+        for tensor in tensors:
+            for keeper in self._keepers(tensor.name):
+                sent.setdefault((keeper, tensor.dtype), []).append(tensor)
         for (keeper, dtype), moving in sent.items():
             bucket: list[Moving] = []
             size = 0
-            for one in moving:
-                bucket.append(one)
-                size += dtype.itemsize * math.prod(self.holding(one.name, keeper).own)
+            for tensor in moving:
+                bucket.append(tensor)
+                size += dtype.itemsize * math.prod(self.holding(tensor.name, keeper).own)
                 if size >= _BUCKET_BYTES:
                     self._broadcast(keeper, dtype, bucket)
                     bucket, size = [], 0
@@ -116,38 +116,38 @@ class PartExchange:
                 self._broadcast(keeper, dtype, bucket)
 
     def _broadcast(self, keeper: int, dtype: torch.dtype, bucket: Sequence[Moving]) -> None:
-        holdings = [self.holding(one.name, keeper) for one in bucket]
+        holdings = [self.holding(tensor.name, keeper) for tensor in bucket]
         parts = [
-            (one, holding, part)
-            for one, holding in zip(bucket, holdings, strict=True)
+            (tensor, holding, part)
+            for tensor, holding in zip(bucket, holdings, strict=True)
             for part in holding.parts(holding.own)
         ]
         sizes = [math.prod(stop - start for start, stop in part.full) for _, _, part in parts]
         flat = torch.zeros(sum(sizes), dtype=dtype, device=self._wire)
         pieces = flat.split(sizes)
         if keeper == self._rank:
-            for (one, holding, part), piece in zip(parts, pieces, strict=True):
-                if one.present is not None:
-                    piece.copy_(_region(one.present, holding, part).reshape(-1))
+            for (tensor, holding, part), piece in zip(parts, pieces, strict=True):
+                if tensor.present is not None:
+                    piece.copy_(_region(tensor.present, holding, part).reshape(-1))
         broadcast(flat, keeper)
-        for (one, _, part), piece in zip(parts, pieces, strict=True):
-            if one.full is not None:
-                region = narrowed(one.full, part.full)
+        for (tensor, _, part), piece in zip(parts, pieces, strict=True):
+            if tensor.full is not None:
+                region = narrowed(tensor.full, part.full)
                 region.copy_(piece.view(region.shape))
 
 
 def partial_names(plan: Plan) -> frozenset[str]:
     """Return the names of the parameters of which some rank does not hold the full tensor between steps."""
     shards, world = DataShards(plan), plan.layout.size
-    found = set[str]()
+    names = set[str]()
     for name in plan.shapes:
         if name not in plan.partition.owners:
             continue
         ranks = plan.ownership.ranks_holding(name)
         is_cut = name in plan.division.shards or any(shards.of(name, rank) is not None for rank in ranks)
         if is_cut or len(ranks) < world:
-            found.add(name)
-    return frozenset(found)
+            names.add(name)
+    return frozenset(names)
 
 
 def _region(tensor: Tensor, holding: Holding, part: Part) -> Tensor:
@@ -157,25 +157,25 @@ def _region(tensor: Tensor, holding: Holding, part: Part) -> Tensor:
     return narrowed(holding.own_part(tensor), part.held)
 
 
-def hooks_of_all(found: list[tuple[Any, str, Any]], group: dist.ProcessGroup | None) -> list[tuple[Any, str, Any]]:
+def hooks_of_all(hooks: list[tuple[Any, str, Any]], group: dist.ProcessGroup | None) -> list[tuple[Any, str, Any]]:
     """Return the hooks (owner, name, hook) that every rank has; collective.
 
     A round that begins in a callback of one rank would never end.
     """
     if group is None:
-        return found
+        return hooks
     seen: Counter[str] = Counter()
     codes = []
-    for owner, name, _ in found:
+    for owner, name, _ in hooks:
         seen[key := f"{type(owner).__qualname__}.{name}"] += 1
         codes.append(zlib.crc32(f"{key} {seen[key]}".encode()))
     most = torch.tensor(len(codes))
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    own = torch.tensor([*codes, *[-1] * (int(most) - len(codes))], dtype=torch.int64)
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, own, group)
-    common = set.intersection(*(set(one.tolist()) for one in every))
-    return [one for one, code in zip(found, codes, strict=True) if code in common]
+    local_codes = torch.tensor([*codes, *[-1] * (int(most) - len(codes))], dtype=torch.int64)
+    every = [torch.empty_like(local_codes) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, local_codes, group)
+    common = set.intersection(*(set(rank_codes.tolist()) for rank_codes in every))
+    return [hook for hook, code in zip(hooks, codes, strict=True) if code in common]
 
 
 Kind = Literal["values", "gradients", "states"]
@@ -222,11 +222,11 @@ def check_kept(owner: Any, forms: Iterable[Form]) -> None:
     """
     with plain():
         shown = {form.shown: form.name for form in forms if form.shown and form.parameter.data_ptr() == form.shown}
-    for key, one in memory_kept(owner) if shown else ():
+    for key, tensor in memory_kept(owner) if shown else ():
         if (
-            type(one) is Tensor
-            and one.layout == torch.strided
-            and (name := shown.get(one.untyped_storage().data_ptr()))
+            type(tensor) is Tensor
+            and tensor.layout == torch.strided
+            and (name := shown.get(tensor.untyped_storage().data_ptr()))
         ):
             rule = "It follows the parameter on one process; here it would stay as the hook has seen it"
             fix = "Keep the parameter itself, or a copy: .detach().clone()"
@@ -250,9 +250,9 @@ class Awaited(nn.Parameter):
         if lacking is not None:
             return lacking.__torch_function__(func, types, args, kwargs)
         if func not in _TELLING:
-            found = next((leaf for leaf in leaves if isinstance(leaf, Awaited)), None)
-            if found is not None:
-                found.opens("gradients" if func in (_GET_GRAD, _SET_GRAD) else "values")
+            awaited = next((leaf for leaf in leaves if isinstance(leaf, Awaited)), None)
+            if awaited is not None:
+                awaited.opens("gradients" if func in (_GET_GRAD, _SET_GRAD) else "values")
         with plain():
             return func(*args, **kwargs)
 
@@ -353,16 +353,16 @@ class FullStates:
             keeps: whether it wants them.
         """
         shown = [optimizer.state if is_open else local for optimizer, _, local in self._shown]
-        own = [
-            {self._names[id(one)][0]: self._told(one, state) for one, state in states.items() if id(one) in self._names}
+        local_told = [
+            {self._names[id(p)][0]: self._told(p, state) for p, state in states.items() if id(p) in self._names}
             for states in shown
         ]
         told: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(told, own, group=self._group)
+        dist.all_gather_object(told, local_told, group=self._group)
         moving: list[Moving] = []
-        found: list[dict[str, dict[str, Any]]] = []
+        full_states: list[dict[str, dict[str, Any]]] = []
         for index, states in enumerate(shown):
-            by_name = {self._names[id(one)][0]: state for one, state in states.items() if id(one) in self._names}
+            by_name = {self._names[id(p)][0]: state for p, state in states.items() if id(p) in self._names}
             full: dict[str, dict[str, Any]] = {}
             names = dict.fromkeys(name for rank in told if index < len(rank) for name in rank[index])
             for name in sorted(names):
@@ -372,16 +372,16 @@ class FullStates:
                 full[name] = {}
                 for key, value in keys.items():
                     if not isinstance(value, _Whole):
-                        full[name][key] = tree_map_only(_OnDevice, lambda one: one.value.to(self._device), value)
+                        full[name][key] = tree_map_only(_OnDevice, lambda leaf: leaf.value.to(self._device), value)
                         continue
                     present = by_name.get(name, {}).get(key)
                     whole = torch.zeros(value.shape, dtype=value.dtype, device=self._device) if keeps else None
                     moving.append(Moving(name, value.dtype, present, whole))
                     full[name][key] = whole
-            found.append(full)
+            full_states.append(full)
         self._exchange.bring(moving)
         if keeps and not is_open:
-            for (optimizer, awaited, local), full in zip(self._shown, found, strict=True):
+            for (optimizer, awaited, local), full in zip(self._shown, full_states, strict=True):
                 awaited.fill(dict(self._in_order(optimizer, local, full)))
 
     def _told(self, parameter: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -400,12 +400,12 @@ class FullStates:
 
     def _in_order(self, optimizer: Optimizer, local: Any, full: dict[str, dict[str, Any]]) -> Iterator[tuple[Any, Any]]:
         for group in optimizer.param_groups:
-            for one in group["params"]:
-                name = self._names.get(id(one), ("",))[0]
+            for parameter in group["params"]:
+                name = self._names.get(id(parameter), ("",))[0]
                 if name in full:
-                    yield one, full[name]
-                elif one in local:
-                    yield one, local[one]
+                    yield parameter, full[name]
+                elif parameter in local:
+                    yield parameter, local[parameter]
 
     def take_back(self, is_held: Callable[[nn.Parameter], bool]) -> None:
         """Cut what the hook has read, or put in place of it, to what this rank holds.
@@ -416,28 +416,28 @@ class FullStates:
         for optimizer, awaited, local in self._shown:
             if optimizer.state is awaited and not awaited.is_full:
                 continue
-            left: dict[Any, Any] = dict(optimizer.state)
-            for one in [one for one in local if one not in left]:
-                del local[one]
-            for one, state in left.items():
-                if id(one) not in self._names:
-                    local[one] = state
-                elif is_held(one):
-                    local[one] = self._own(one, state, local.get(one, {}))
+            states: dict[Any, Any] = dict(optimizer.state)
+            for parameter in [parameter for parameter in local if parameter not in states]:
+                del local[parameter]
+            for parameter, state in states.items():
+                if id(parameter) not in self._names:
+                    local[parameter] = state
+                elif is_held(parameter):
+                    local[parameter] = self._local_state(parameter, state, local.get(parameter, {}))
 
-    def _own(self, parameter: Any, state: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    def _local_state(self, parameter: Any, state: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         name, shape = self._names[id(parameter)]
-        own: dict[str, Any] = {}
+        local_state: dict[str, Any] = {}
         for key, value in state.items():
             if isinstance(value, Tensor) and tuple(value.shape) == shape and shape:
                 old = before.get(key)
                 is_kept = isinstance(old, Tensor) and old.dtype == value.dtype
-                own[key] = old if is_kept else value.new_empty(self._exchange.own_shape(name))
-                self._exchange.cut(name, value, own[key])
+                local_state[key] = old if is_kept else value.new_empty(self._exchange.own_shape(name))
+                self._exchange.cut(name, value, local_state[key])
             else:
-                own[key] = value
+                local_state[key] = value
         before.clear()
-        before.update(own)
+        before.update(local_state)
         return before
 
     def restore(self) -> None:

@@ -50,18 +50,20 @@ class FusesHeads(Feature):
 
 def heads(root: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers that models in `root` name as their output embeddings, by path."""
-    found: dict[str, nn.Linear] = {}
+    layers: dict[str, nn.Linear] = {}
     paths = {module: path for path, module in root.named_modules()}
     for module in paths:
         named = getattr(module, "get_output_embeddings", None)
         head = named() if callable(named) else None
         if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and head in paths:
-            found[paths[head]] = head
-    return found
+            layers[paths[head]] = head
+    return layers
 
 
 def _fused(plan: Plan) -> str | None:
-    return next((name for name, one in plan.modalities.items() if one.compute.fused_linear_cross_entropy), None)
+    return next(
+        (name for name, modality in plan.modalities.items() if modality.compute.fused_linear_cross_entropy), None
+    )
 
 
 class FusedHeads(Removable):
@@ -110,9 +112,9 @@ class FusedHeads(Removable):
         example = F.linear(local.detach().narrow(-2, 0, 0), head.weight, head.bias)
         if type(example) is not Tensor or not example.is_floating_point() or example.is_meta:
             return None
-        found = lazy_logits(Head(module=head, dtype=example.dtype, columns=columns), hidden)
-        self._settle.append(settle(found))
-        return found
+        logits = lazy_logits(Head(module=head, dtype=example.dtype, columns=columns), hidden)
+        self._settle.append(settle(logits))
+        return logits
 
 
 FEATURE = FusesHeads

@@ -17,12 +17,12 @@ def check(fields: Mapping[str, Any]) -> None:
     """
     modalities = fields.get("modalities") or {}
     for name, modality in modalities.items():
-        field, said = (
+        field, fuses = (
             f"modalities.{name}.compute.fused_linear_cross_entropy",
             modality.compute.fused_linear_cross_entropy,
         )
-        if not isinstance(said, bool):
-            raise ConfigError(field, said, "It is true or false", f"Use {bool(said)}")
-        if said and name not in (main_modality_of(modalities), *decoders_of(modalities)):
+        if not isinstance(fuses, bool):
+            raise ConfigError(field, fuses, "It is true or false", f"Use {bool(fuses)}")
+        if fuses and name not in (main_modality_of(modalities), *decoders_of(modalities)):
             rule = "It fuses a head with its loss, and an encoder has none"
-            raise ConfigError(field, said, rule, "Leave it unset here")
+            raise ConfigError(field, fuses, rule, "Leave it unset here")

@@ -127,18 +127,18 @@ class _RowLosses(torch.autograd.Function):
         with _plain(hidden):
             weight = padded_rows(weight, compute.multiple)
             bias = None if bias is None else padded_rows(bias, compute.multiple)
-            found = [
+            losses = [
                 compute.of(F.linear(part, weight, bias), goal)
                 for part, goal in zip(hidden.split(ctx.rows), target.split(ctx.rows), strict=True)
             ]
-            return torch.cat(found)
+            return torch.cat(losses)
 
     @staticmethod
     @ends_graph
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target = ctx.saved_tensors
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-        own = weight.shape[0]
+        local_classes = weight.shape[0]
         weight = padded_rows(weight, ctx.compute.multiple)
         if bias is not None:
             bias = padded_rows(bias, ctx.compute.multiple)
@@ -168,8 +168,8 @@ class _RowLosses(torch.autograd.Function):
                     of_bias += gradient.sum(0)
         return (
             of_hidden,
-            None if of_weight is None else without_padding(of_weight, 0, own).to(weight.dtype),
-            None if of_bias is None else without_padding(of_bias, 0, own).to(bias.dtype),
+            None if of_weight is None else without_padding(of_weight, 0, local_classes).to(weight.dtype),
+            None if of_bias is None else without_padding(of_bias, 0, local_classes).to(bias.dtype),
             None,
             None,
         )
@@ -207,8 +207,8 @@ class Head:
         """Return hidden states, weight and bias as the product takes them: plain, local, of one dtype."""
         parts = [_local(hidden), self.module.weight, self.module.bias]
         if isinstance(hidden, Sharded) and self.columns is None:
-            parts[1:] = [None if one is None else hidden.group.copied(one) for one in parts[1:]]
-        x, weight, bias = (None if one is None else one.to(self.dtype) for one in parts)
+            parts[1:] = [None if tensor is None else hidden.group.copied(tensor) for tensor in parts[1:]]
+        x, weight, bias = (None if tensor is None else tensor.to(self.dtype) for tensor in parts)
         assert x is not None
         assert weight is not None
         return x, weight, bias
@@ -265,10 +265,10 @@ class LazyLogits(NotYetComputed):
         """Return the logits, which are computed at the first call."""
         wants = torch.is_grad_enabled() and _requires_grad(self)
         if self._found is None or (wants and not self._found.requires_grad):
-            found = self._family.head.logits(self._source())
+            logits = self._family.head.logits(self._source())
             for function in self._pointwise:
-                found = function(found)
-            self._found = found
+                logits = function(logits)
+            self._found = logits
         return self._found
 
     def _source(self) -> Tensor:
@@ -312,8 +312,8 @@ class LazyLogits(NotYetComputed):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # only what bypasses torch functions comes here; its gradient goes to `_Unseen`
         def values(lazy: LazyLogits) -> Tensor:
-            found = lazy.computed()
-            return (found.full() if isinstance(found, Sharded) else found).detach()
+            logits = lazy.computed()
+            return (logits.full() if isinstance(logits, Sharded) else logits).detach()
 
         args, kwargs = tree_map_only(LazyLogits, values, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -338,7 +338,7 @@ def lazy_logits(head: Head, hidden: Tensor) -> LazyLogits:
         head: the layer.
         hidden: ``[..., D]``, at least two dims, plain or sharded by tokens.
     """
-    return _made(_Family(head), hidden, (), head.dtype)
+    return _not_computed(_Family(head), hidden, (), head.dtype)
 
 
 def settle(lazy: LazyLogits) -> Callable[[], None]:
@@ -346,7 +346,7 @@ def settle(lazy: LazyLogits) -> Callable[[], None]:
     return lazy._family.settle
 
 
-def _made(family: _Family, hidden: Tensor, pointwise: tuple[Pointwise, ...], dtype: torch.dtype) -> LazyLogits:
+def _not_computed(family: _Family, hidden: Tensor, pointwise: tuple[Pointwise, ...], dtype: torch.dtype) -> LazyLogits:
     weight = family.head.module.weight
     shape = torch.Size([*hidden.shape[:-1], family.head.classes])
     lazy: LazyLogits = _Unseen.apply(_local(hidden), weight, shape, dtype)
@@ -375,7 +375,7 @@ def _then(func: Callable[..., Any], x: LazyLogits, args: Sequence[Any], kwargs: 
     def function(logits: Tensor) -> Tensor:
         return func(logits, *args, **kwargs)
 
-    return _made(x._family, x._source(), (*x._pointwise, function), example.dtype)
+    return _not_computed(x._family, x._source(), (*x._pointwise, function), example.dtype)
 
 
 def _same(func: Callable[..., Any], x: LazyLogits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -433,7 +433,7 @@ def _getitem(func: Callable[..., Any], x: LazyLogits, args: Sequence[Any], kwarg
 def _viewed(x: LazyLogits, hidden: Tensor) -> Any:
     if isinstance(hidden, Sharded) and (hidden.sharded_dim == -1 or not is_tokens(hidden.group)):
         return NotImplemented
-    return _made(x._family, hidden, x._pointwise, _dtype(x))
+    return _not_computed(x._family, hidden, x._pointwise, _dtype(x))
 
 
 def _hook(func: Callable[..., Any], x: LazyLogits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -469,7 +469,7 @@ def _cross_entropy(func: Callable[..., Any], x: LazyLogits, args: Sequence[Any],
 
 
 def _written(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[LazyLogits]:
-    return [one for one in written_by(func, args, kwargs) if isinstance(one, LazyLogits)]
+    return [tensor for tensor in written_by(func, args, kwargs) if isinstance(tensor, LazyLogits)]
 
 
 def _local(x: Tensor) -> Tensor:

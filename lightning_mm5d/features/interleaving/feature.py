@@ -179,8 +179,8 @@ class _Turns:
                 self._error = error
                 self._before = [scope.take() for scope in self._scopes]  # the action that failed, for messages
             if self._waiting[0] != place:  # a signal: this one waits, and nobody may wait for it any more
-                for one in self._may_run:
-                    one.release()
+                for turn in self._may_run:
+                    turn.release()
                 if place:
                     return
                 raise
@@ -360,7 +360,7 @@ class InterleavedMicrobatches(Feature):
                     raise ConfigError(field, count, rule, f"Use dp_size={plan.layout.num_replicas} for {other!r}")
             beside = set[str]()  # what runs in its stages
             for members in plan.topology.members.values():
-                held = {one.modality for one in members}
+                held = {member.modality for member in members}
                 beside |= held if name in held else set()
             for other in sorted(beside):
                 check_beside(name, other, plan.modalities)
@@ -457,24 +457,24 @@ class Interleaving(Attached):
                 self._ran.add(key)
             yield
             return
-        found: set[str] = set()
+        attributes: set[str] = set()
         before = _contents(self._runtime.root)
 
         def leaves(*_: Any) -> None:  # since the step began: what it writes before its layers, it may read after them
             after = _contents(self._runtime.root)
-            found.update(f"{path}.{name}".lstrip(".") for path, name, _ in written(before, after))
+            attributes.update(f"{path}.{name}".lstrip(".") for path, name, _ in written(before, after))
 
         with ExitStack() as stack:
             for layer in dict.fromkeys(self._layers[stage]):
                 stack.callback(layer.register_forward_hook(leaves, always_call=True).remove)
             yield
-        flag = torch.tensor(float(bool(found)), device=self._device)
+        flag = torch.tensor(float(bool(attributes)), device=self._device)
         for group in self._sharing[stage]:
             flag = group.max(flag)
         self._known.add(key)
         if flag:
             self._writes.add(stage)
-            what = f"write {min(found)!r}" if found else "write attributes on another rank"
+            what = f"write {min(attributes)!r}" if attributes else "write attributes on another rank"
             warn_on_first_rank(
                 f"modalities.{stage.modality}.pipeline.interleaved_microbatches: microbatches of {stage} run one after "
                 f"another, because its layers, or the step before them, {what}, which the other microbatches would read"
@@ -494,7 +494,9 @@ def _turning(plan: Plan, runtime: Runtime) -> list[TensorGroup]:
     times (a loop over the experts that got any). So turns change where all of them communicate.
     """
     tensor = {} if runtime.tensor is None else runtime.tensor.groups
-    left_out = {id(tensor[name]) for name, one in plan.modalities.items() if one.cp_size > 1 and name in tensor}
+    left_out = {
+        id(tensor[name]) for name, modality in plan.modalities.items() if modality.cp_size > 1 and name in tensor
+    }
     return [group for group in dict.fromkeys(runtime.groups) if id(group) not in left_out]
 
 
@@ -509,17 +511,17 @@ def _contents(root: nn.Module) -> dict[tuple[str, str], Any]:
     Metrics are left out: nothing changes turns within their updates, and these add up in any order. So are remote
     values, which stand for what other stages have written, and which nothing may read.
     """
-    found = {}
+    contents = {}
     for path, part in root.named_modules():
         if holds_metrics(part):
             continue
         for name, value in vars(part).items():
-            one = value[0] if isinstance(value, list) and len(value) == 1 else value
-            if name not in _OWN and not is_remote(one):
-                found[path, name] = _state(value)
+            inner = value[0] if isinstance(value, list) and len(value) == 1 else value
+            if name not in _OWN and not is_remote(inner):
+                contents[path, name] = _state(value)
         for name, value in part._buffers.items():
-            found[path, name] = _state(value)
-    return found
+            contents[path, name] = _state(value)
+    return contents
 
 
 def _state(value: Any) -> Any:

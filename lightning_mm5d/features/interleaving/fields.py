@@ -40,9 +40,9 @@ def _check(name: str, modalities: Mapping[str, Modality]) -> None:
     if others:
         rule = f"Modalities that interleave take one number, and another one has {max(others)}"
         raise ConfigError(field, count, rule, f"Use {max(others)}, or 1")
-    for other, one in modalities.items():
-        if one.pipeline.pipelines is not None or one.pipeline.speeds is not None:
-            unlike = path_of("pipelines" if one.pipeline.pipelines is not None else "speeds")
+    for other, peer in modalities.items():
+        if peer.pipeline.pipelines is not None or peer.pipeline.speeds is not None:
+            unlike = path_of("pipelines" if peer.pipeline.pipelines is not None else "speeds")
             rule = f"With modalities.{other}.{unlike} replicas have unlike numbers of microbatches"
             raise ConfigError(field, count, rule, f"{_FIX}, or leave {unlike} unset")
 
@@ -83,7 +83,7 @@ def check_beside(name: str, other: str, modalities: Mapping[str, Modality]) -> N
         rule = f"With {of}.sharding.zero_stage=3 replicas gather layers in each microbatch, which runs by itself"
         raise ConfigError(field, count, rule, f"{_FIX}, or use a zero_stage below 3")
     for checks in parts("fields"):
-        if (why := getattr(checks, "alone", lambda one: None)(modality)) is not None:
+        if (why := getattr(checks, "alone", lambda _: None)(modality)) is not None:
             rule, fix = why
             raise ConfigError(field, count, f"With {of}.{rule}", f"{_FIX}, or {fix}")
     if modality.compute.compile:

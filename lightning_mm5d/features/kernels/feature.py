@@ -53,7 +53,7 @@ class Kernels(Feature):
             ConfigError: nothing in the modality computes what the kernel does; a package is missing; Liger on a CPU.
         """
         for name, modality in plan.modalities.items():
-            field, said, chosen = (
+            field, asked, chosen = (
                 f"modalities.{name}.compute.kernels",
                 modality.compute.kernels,
                 modality.chosen_kernels,
@@ -63,17 +63,17 @@ class Kernels(Feature):
             if "liger" in chosen:
                 if importlib.util.find_spec("liger_kernel") is None:
                     rule = "The package liger-kernel is not installed"
-                    raise ConfigError(field, said, rule, "Install it (pip install liger-kernel), or leave out 'liger'")
+                    raise ConfigError(field, asked, rule, "Install it (pip install liger-kernel), or leave out 'liger'")
                 if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
                     rule = "Liger's kernels are written in Triton, which compiles for GPUs, and the trainer has CPUs"
-                    raise ConfigError(field, said, rule, "Leave out 'liger', or use an accelerator")
-            found = fused_modules(module, plan.partition, name)
-            if "rms_norm" in chosen and not found.norms:
+                    raise ConfigError(field, asked, rule, "Leave out 'liger', or use an accelerator")
+            fused = fused_modules(module, plan.partition, name)
+            if "rms_norm" in chosen and not fused.norms:
                 rule = f"No norm of {name} computes what Llama's RMSNorm computes, by its code"
-                raise ConfigError(field, said, rule, "Leave out 'rms_norm'")
-            if "liger" in chosen and not found.gated:
+                raise ConfigError(field, asked, rule, "Leave out 'rms_norm'")
+            if "liger" in chosen and not fused.gated:
                 rule = f"No module of {name} computes down_proj(silu(gate_proj(x)) * up_proj(x)), by its code"
-                raise ConfigError(field, said, rule, "Leave out 'liger'")
+                raise ConfigError(field, asked, rule, "Leave out 'liger'")
         choose_attention(module, plan)
 
     def cut(self, runtime: Runtime, plan: Plan, device: torch.device) -> Callable[[], None] | None:
@@ -89,7 +89,7 @@ def choose_attention(module: nn.Module, plan: Plan) -> None:
             another modality that uses another one.
     """
     for name, modality in plan.modalities.items():
-        chosen = next((one for one in modality.chosen_kernels if one in ATTENTIONS), None)
+        chosen = next((kernel for kernel in modality.chosen_kernels if kernel in ATTENTIONS), None)
         if chosen is None:
             continue
         field = f"modalities.{name}.compute.kernels"
@@ -110,14 +110,14 @@ def choose_attention(module: nn.Module, plan: Plan) -> None:
 
 def _models(module: nn.Module, partition: Partition, modality: str) -> list[PreTrainedModel]:
     """The outermost models all of whose parameters a modality uses."""
-    found = dict[str, PreTrainedModel]()
+    models = dict[str, PreTrainedModel]()
     for path, part in module.named_modules():
-        if not isinstance(part, PreTrainedModel) or any(path.startswith(f"{one}.") for one in found):
+        if not isinstance(part, PreTrainedModel) or any(path.startswith(f"{outer}.") for outer in models):
             continue
         names = [f"{path}.{name}" if path else name for name, _ in part.named_parameters()]
         if names and all(modality in partition.users(name) for name in names):
-            found[path] = part
-    return list(found.values())
+            models[path] = part
+    return list(models.values())
 
 
 def _check_shared(module: nn.Module, plan: Plan, name: str, model: PreTrainedModel) -> None:
@@ -178,15 +178,15 @@ class ChosenKernels(Removable):
         for name, modality in modalities.items():
             if _FUSED.isdisjoint(modality.chosen_kernels):
                 continue
-            found = fused_modules(root, partition, name)
+            fused = fused_modules(root, partition, name)
             if "rms_norm" in modality.chosen_kernels:
                 # one function for all that add the same: compiled layers that are equal then share code
-                norms = {eps: _norm(eps) for eps in found.norms.values()}
-                for path, eps in found.norms.items():
+                norms = {eps: _norm(eps) for eps in fused.norms.values()}
+                for path, eps in fused.norms.items():
                     self.put_forward(root.get_submodule(path), norms[eps])
             if "liger" in modality.chosen_kernels:
                 unit = _gated_unit(importlib.import_module(LIGER).liger_swiglu)
-                for path in found.gated:
+                for path in fused.gated:
                     self.put_forward(root.get_submodule(path), unit)
 
 
@@ -221,8 +221,8 @@ def epsilon_of_rms_norm(cls: type[nn.Module]) -> str | None:
 
     The norm is ``weight * (x / sqrt(mean(x * x) + eps)).to(x.dtype)``, whose inner part is computed in float32.
     """
-    found = _matched(cls, _RMS_NORM)
-    return None if found is None else found["eps"]
+    match = _matched(cls, _RMS_NORM)
+    return None if match is None else match["eps"]
 
 
 def is_gated_unit(cls: type[nn.Module]) -> bool:
@@ -236,8 +236,8 @@ def _matched(cls: type[nn.Module], pattern: str) -> re.Match[str] | None:
     if tree is None or len(tree.args.args) != 2 or tree.args.vararg or tree.args.kwarg or tree.args.kwonlyargs:
         return None
     body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
-    found = re.fullmatch(pattern, "\n".join(map(ast.unparse, body)))
-    return found if found and tree.args.args[1].arg in found.groupdict().values() else None
+    match = re.fullmatch(pattern, "\n".join(map(ast.unparse, body)))
+    return match if match and tree.args.args[1].arg in match.groupdict().values() else None
 
 
 FEATURE = Kernels

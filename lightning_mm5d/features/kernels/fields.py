@@ -24,27 +24,27 @@ def check(fields: Mapping[str, Any]) -> None:
 
 
 def _check(field: str, modality: Modality) -> None:
-    said = modality.compute.kernels
-    if said is None:
+    kernels = modality.compute.kernels
+    if kernels is None:
         return
-    if not isinstance(said, str | list | tuple):
+    if not isinstance(kernels, str | list | tuple):
         rule = f"It is one of {', '.join(KERNELS)}, or a list of these"
-        raise ConfigError(field, said, rule, "Use ['sdpa'], or leave it unset")
+        raise ConfigError(field, kernels, rule, "Use ['sdpa'], or leave it unset")
     chosen = modality.chosen_kernels
-    unknown = [one for one in chosen if one not in KERNELS]
+    unknown = [kernel for kernel in chosen if kernel not in KERNELS]
     if unknown:
         rule = f"It is one of {', '.join(KERNELS)}, or a list of these"
-        raise ConfigError(field, said, rule, did_you_mean(str(unknown[0]), KERNELS))
-    several = [one for one in dict.fromkeys(chosen) if one in ATTENTIONS]
+        raise ConfigError(field, kernels, rule, did_you_mean(str(unknown[0]), KERNELS))
+    several = [kernel for kernel in dict.fromkeys(chosen) if kernel in ATTENTIONS]
     if len(several) > 1:
         rule = f"{' and '.join(several)} both compute the attention"
-        raise ConfigError(field, said, rule, f"Leave out {several[1]!r}")
+        raise ConfigError(field, kernels, rule, f"Leave out {several[1]!r}")
     if modality.cp_size > 1 and not {*chosen}.isdisjoint(ATTENTIONS):
         rule = "An attention over sequences that ranks share has kernels of its own, with cp_size above 1"
-        raise ConfigError(field, said, rule, "Leave the attention out, or use cp_size=1")
+        raise ConfigError(field, kernels, rule, "Leave the attention out, or use cp_size=1")
     if modality.tensor.tp_mode != "1d" and not {*chosen}.isdisjoint(("rms_norm", "liger")):
         rule = f"With tp_mode={modality.tensor.tp_mode!r} ranks hold blocks of hidden states, not whole rows"
-        raise ConfigError(field, said, rule, "Leave out 'rms_norm' and 'liger', or use tp_mode='1d'")
+        raise ConfigError(field, kernels, rule, "Leave out 'rms_norm' and 'liger', or use tp_mode='1d'")
     if "liger" in chosen and (modality.cp_size > 1 or modality.tensor.sequence_parallel):
         rule = "Liger's kernels take plain tensors, and hidden states stand for those of other ranks here"
-        raise ConfigError(field, said, rule, "Leave out 'liger', or sequence_parallel and cp_size")
+        raise ConfigError(field, kernels, rule, "Leave out 'liger', or sequence_parallel and cp_size")

@@ -105,7 +105,7 @@ class Effects:
             values[place].update(new)
         caches = list(self._caches()) if calls else []
         for number, name, args, kwargs in calls:
-            named = {key: self._stand_in(one) for key, one in kwargs.items()}
+            named = {key: self._stand_in(value) for key, value in kwargs.items()}
             getattr(caches[number], name)(*map(self._stand_in, args), **named)
         if states is not None:
             set_torch_states([state.cpu() for state in states], self._device)
@@ -123,8 +123,8 @@ class Effects:
         original: Callable[..., Any] = getattr(cache, name)
 
         def update(*args: Any, **kwargs: Any) -> Any:
-            named = {key: _description(one, name) for key, one in kwargs.items()}
-            self._calls.append([number, name, [_description(one, name) for one in args], named])
+            named = {key: _description(value, name) for key, value in kwargs.items()}
+            self._calls.append([number, name, [_description(value, name) for value in args], named])
             return original(*args, **kwargs)
 
         stack.callback(put(cache, name, update))
@@ -158,17 +158,17 @@ def _description(value: Any, name: str) -> Any:
 def _state(value: Any) -> Any:
     """Something that changes with `value` where that is neither a tensor, a module, a dict nor a cache."""
     if isinstance(value, (list, tuple)):
-        return len(value), [_state(one) for one in value]
+        return len(value), [_state(element) for element in value]
     if isinstance(value, (*_PLAIN, Mapping)) or _is_cache(value) or not hasattr(value, "__dict__"):
         return None
     return {
         name: (
-            id(one),
-            version_of(one) if isinstance(one, Tensor) else None,
-            len(one) if hasattr(one, "__len__") else 0,
+            id(attribute),
+            version_of(attribute) if isinstance(attribute, Tensor) else None,
+            len(attribute) if hasattr(attribute, "__len__") else 0,
         )
-        for name, one in vars(value).items()
-        if not callable(one)
+        for name, attribute in vars(value).items()
+        if not callable(attribute)
     }
 
 
@@ -206,8 +206,8 @@ class Differentiable:
                 f"{path} is called with a dict of tensors that carry gradients, which do not cross to other ranks in "
                 "manual optimization: pass the tensors themselves, or give its modality the ranks of the others"
             )
-        self._inputs = {id(one): one for _, one in tensors_in([*args, *kwargs.values()]) if one.requires_grad}
-        self._leaves = {key: one.detach().requires_grad_() for key, one in self._inputs.items()} if owns else {}
+        self._inputs = {id(t): t for _, t in tensors_in([*args, *kwargs.values()]) if t.requires_grad}
+        self._leaves = {key: tensor.detach().requires_grad_() for key, tensor in self._inputs.items()} if owns else {}
         self.args = tuple(map(self._with_leaves, args))
         self.kwargs = {name: self._with_leaves(value) for name, value in kwargs.items()}
         self.outputs: list[Tensor] = []
@@ -236,7 +236,7 @@ class Differentiable:
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the inputs; collective over the replica."""
-        found: list[Tensor | None] | None = None
+        leaf_gradients: list[Tensor | None] | None = None
         if self._owns:
             given = [
                 (output, gradient)
@@ -250,11 +250,11 @@ class Differentiable:
             if inputs is None or inputs:
                 with torch.enable_grad(), self._computing():
                     torchs_own()(  # also inside of steps, whose own backwards are others' business
-                        [one for one, _ in given], [one for _, one in given], retain_graph=True, inputs=inputs
+                        [output for output, _ in given], [grad for _, grad in given], retain_graph=True, inputs=inputs
                     )
-            found = [leaf.grad for leaf in leaves]
-        pairs = zip(self._share(found), self._inputs.values(), strict=True)
-        return [None if gradient is None else gradient.to(one.device) for gradient, one in pairs]
+            leaf_gradients = [leaf.grad for leaf in leaves]
+        pairs = zip(self._share(leaf_gradients), self._inputs.values(), strict=True)
+        return [None if gradient is None else gradient.to(tensor.device) for gradient, tensor in pairs]
 
     def _with_leaves(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -270,7 +270,7 @@ class _Answered(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         outputs = tuple(output.detach().clone() for output in call.outputs)
-        ctx.mark_non_differentiable(*(one for one, flag in zip(outputs, call.flags, strict=True) if not flag))
+        ctx.mark_non_differentiable(*(output for output, flag in zip(outputs, call.flags, strict=True) if not flag))
         return outputs
 
     @staticmethod

@@ -113,10 +113,10 @@ class _Place:
             ConfigError: for a parameter of a call that an owner answers: the graph of a step ends at the call.
         """
         asked = kwargs.get("inputs", args[1] if len(args) > 1 else ())
-        for one in [asked] if isinstance(asked, Tensor) else asked:
-            if id(one) in self.answered:
+        for tensor in [asked] if isinstance(asked, Tensor) else asked:
+            if id(tensor) in self.answered:
                 raise ConfigError(
-                    "training_step", f"torch.autograd.grad(..., {self.answered[id(one)]})", _ENDS, _BACKWARD
+                    "training_step", f"torch.autograd.grad(..., {self.answered[id(tensor)]})", _ENDS, _BACKWARD
                 )
         with meanwhile(self, differentiates=True):
             return original(*args, **kwargs)
@@ -173,7 +173,7 @@ class LockStep(_Generating, AroundUpdates):
         self._groups = {number: running.groups.replicas.get(number) for number in served}
         self._hosts = running.groups.hosts
         last = plan.topology.instances(plan.topology.last_stage)
-        self._own = next((number for number in served if rank in last[number]), None)  # whose steps end here
+        self._replica = next((number for number in served if rank in last[number]), None)  # whose steps end here
         self._channels: dict[tuple[int, int], TreeChannel] = {}
         self._writes: dict[_Unit, list[Written]] = {}
         self._refresh: Callable[[], None] | None = None
@@ -192,12 +192,12 @@ class LockStep(_Generating, AroundUpdates):
             metrics: of the module.
             values: the attributes before the step.
         """
-        kept = metrics.kept()
+        saved = metrics.kept()
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers(recurse=False)]
 
         def undo() -> None:
-            for one in kept:
-                one.put_back()
+            for metric in saved:
+                metric.put_back()
             values.restore()
             for buffer, copy in buffers:
                 buffer.detach().copy_(copy)
@@ -223,7 +223,7 @@ class LockStep(_Generating, AroundUpdates):
                 for index, part in enumerate(step.microbatches[replica]):
                     if step.random_key is not None:
                         seed_all(seed_of(*step.random_key, index, replica), self._device)
-                    is_own = replica == self._own
+                    is_own = replica == self._replica
                     counted = nullcontext() if is_own else step.uncounted()
                     with (
                         torch.set_grad_enabled(optimizes),
@@ -256,7 +256,7 @@ class LockStep(_Generating, AroundUpdates):
                     stack.callback(setattr, self, "_refresh", None)
                 if draws:
                     self._share_states(place)
-            if optimizes and any(set(one) != set(layout.replica_ranks(replica)) for one in ranks.values()):
+            if optimizes and any(set(members) != set(layout.replica_ranks(replica)) for members in ranks.values()):
                 stack.enter_context(without_inputs("manual_backward", _WHOLE, _TOGGLE))
                 stack.enter_context(replaced(place.gradients, "grad"))
                 place.answered = self._answered(place)
@@ -301,25 +301,25 @@ class LockStep(_Generating, AroundUpdates):
     @cached_property
     def _units(self) -> list[_Unit]:
         partition, root = self._plan.partition, self._runtime.root
-        found = []
+        units = []
         for name, encoder in partition.encoders.items():
             calls_others = any(name in fed for fed in self._plan.topology.consumers.values())
             if len(partition.stages[name]) == 1 and not calls_others:
                 stage = self._plan.topology.stage_of[partition.stages[name][0].name]
                 for cut in encoder.boundaries:
-                    found.append(_Unit(root.get_submodule(cut.path), cut.method, cut.name, cut.path, stage, cut.name))
-        taken = {(unit.module, unit.method) for unit in found}
+                    units.append(_Unit(root.get_submodule(cut.path), cut.method, cut.name, cut.path, stage, cut.name))
+        taken = {(unit.module, unit.method) for unit in units}
         for path, module in root.named_modules():
             owner = None if self._is_spread(path) else self._owner(path, module)
             is_callable = type(module).forward is not nn.Module.forward
             if owner is not None and is_callable and (module, "forward") not in taken:
-                found.append(_Unit(module, "forward", path, path, owner))
-        return found
+                units.append(_Unit(module, "forward", path, path, owner))
+        return units
 
     @cached_property
     def _loose(self) -> list[tuple[nn.Module, str, str, StageKey]]:
         """The parameters of modules whose parts lie on several ranks: module, name, full name, and a stage with it."""
-        found = []
+        loose = []
         for path, module in self._runtime.root.named_modules():
             if not self._is_spread(path) and self._owner(path, module) is not None:
                 continue
@@ -327,8 +327,8 @@ class LockStep(_Generating, AroundUpdates):
                 full = f"{path}.{name}" if path else name
                 stages = self._holders([full])
                 if parameter is not None and stages and full not in self._plan.division.shards:
-                    found.append((module, name, full, stages[0]))
-        return found
+                    loose.append((module, name, full, stages[0]))
+        return loose
 
     def _is_spread(self, path: str) -> bool:
         """Whether a module is the root, or has a modality's list of layers inside."""
@@ -343,9 +343,9 @@ class LockStep(_Generating, AroundUpdates):
     def _holders(self, names: list[str]) -> list[StageKey]:
         """The stages that hold all of some parameters; none where all stages do."""
         every = self._plan.ownership.parameters
-        found = [stage for stage, held in every.items() if held.issuperset(names)]
+        stages = [stage for stage, held in every.items() if held.issuperset(names)]
         # what all hold is computed by all, but for gradients, which would count several times
-        return found if len(found) < len(every) or self._optimizes else []
+        return stages if len(stages) < len(every) or self._optimizes else []
 
     # --- how it is answered ---
 
@@ -374,15 +374,15 @@ class LockStep(_Generating, AroundUpdates):
         states = self._shared(place, self._plan.topology.last_stage, "states", torch_states(self._device))
         set_torch_states([state.cpu() for state in states], self._device)
 
-    def _shared(self, place: _Place, stage: StageKey, name: str, own: Any) -> Any:
-        """Return what the first rank of a stage has under `name`, where this rank has `own`; collective."""
+    def _shared(self, place: _Place, stage: StageKey, name: str, local: Any) -> Any:
+        """Return what the first rank of a stage has under `name`, where this rank has `local`; collective."""
         channel, src = self._channel(place, stage)
         if self._rank == src:
-            channel.send([name, own])
-            return own
-        sent, found = channel.receive()
+            channel.send([name, local])
+            return local
+        sent, received = channel.receive()
         self._check(sent, name)
-        return found
+        return received
 
     def _is_answered(self, place: _Place, unit: _Unit) -> bool:
         return set(place.ranks[unit.stage]) != set(self._plan.layout.replica_ranks(place.replica))
@@ -390,7 +390,7 @@ class LockStep(_Generating, AroundUpdates):
     def _answered(self, place: _Place) -> dict[int, str]:
         """The names of the parameters of units that are answered, by identity."""
         units = [unit for unit in self._units if self._is_answered(place, unit)]
-        return {id(one): name for unit in units for name, one in unit.module.named_parameters(unit.owner)}
+        return {id(parameter): name for unit in units for name, parameter in unit.module.named_parameters(unit.owner)}
 
     def _patch(self, place: _Place, unit: _Unit, stack: ExitStack) -> None:
         if not self._is_answered(place, unit):
@@ -427,12 +427,12 @@ class LockStep(_Generating, AroundUpdates):
                 computing=place.computing,
             )
         effects = Effects(args if call is None else call.args, kwargs if call is None else call.kwargs, self._device)
-        own = self._computed(place, unit, original, effects, fails=channel if self._rank == src else None)
-        flags = [] if call is None or not is_owner else call.flags_of(own)
+        computed = self._computed(place, unit, original, effects, fails=channel if self._rank == src else None)
+        flags = [] if call is None or not is_owner else call.flags_of(computed)
         writes = self._writes.get(unit, [])
         if self._rank == src:
-            channel.send([unit.path, None, own, [flags, effects.description(), writes]])
-            return self._shown(own if call is None else call.joined(own, flags), writes)
+            channel.send([unit.path, None, computed, [flags, effects.description(), writes]])
+            return self._shown(computed if call is None else call.joined(computed, flags), writes)
         sent, failure, result, told = channel.receive()
         self._check(sent, unit.path)
         if failure is not None:
@@ -441,13 +441,13 @@ class LockStep(_Generating, AroundUpdates):
         if not is_owner:
             effects.repeat(description)
         if call is not None and is_owner:
-            return self._shown(call.joined(own, flags), writes)
+            return self._shown(call.joined(computed, flags), writes)
         result = result if self._wire == self._device else map_tensors(result, lambda x: x.to(self._device))
         return self._shown(result if call is None else call.joined(result, flags), writes)
 
-    def _shown(self, found: Any, writes: Sequence[Written]) -> Any:
+    def _shown(self, answer: Any, writes: Sequence[Written]) -> Any:
         """Return the result of a call, with what it wrote in attributes in their places."""
-        result, values = found
+        result, values = answer
         for (path, name, _), sent in zip(writes, values, strict=True):
             for value in sent:
                 setattr(self._runtime.root.get_submodule(path), name, value)
@@ -468,9 +468,9 @@ class LockStep(_Generating, AroundUpdates):
                     result = self._runtime.read_fields(unit.boundary, result)
                 if before is not None:
                     self._writes[unit] = written(before, attributes(unit.module, unit.owner))
-                kept = [_sent(self._runtime.root, one) for one in self._writes[unit]]
+                values = [_sent(self._runtime.root, write) for write in self._writes[unit]]
                 use = f"the result of {unit.path}, which several passes share,"
-                return unsharded(map_tensors([result, kept], lambda tensor: settled(tensor, use)))
+                return unsharded(map_tensors([result, values], lambda tensor: settled(tensor, use)))
         except Exception as error:
             if fails is not None:
                 fails.send([unit.path, f"{type(error).__name__}: {error}", None, None])
@@ -493,12 +493,12 @@ class LockStep(_Generating, AroundUpdates):
             )
 
 
-def _sent(root: nn.Module, one: Written) -> list[Any]:
+def _sent(root: nn.Module, write: Written) -> list[Any]:
     """What an attribute holds; nothing where that stays with its rank: objects, and tensors that would take long.
 
     Private flags are those of libraries, about the module of this rank: which hooks it has, what it has cached.
     """
-    path, name, _ = one
+    path, name, _ = write
     value = vars(root.get_submodule(path)).get(name)
     if isinstance(value, Tensor):
         return [value] if value.numel() <= _MOST and value.layout == torch.strided else []
@@ -522,7 +522,7 @@ def _without_none(original: Any, inputs: frozenset[str]) -> Callable[..., Any]:
 
     @wraps(original)
     def generate(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **{name: one for name, one in kwargs.items() if name not in inputs or one is not None})
+        return original(*args, **{name: arg for name, arg in kwargs.items() if name not in inputs or arg is not None})
 
     return generate
 
@@ -534,7 +534,7 @@ def _check_clock(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: Ma
         StageError: `max_time` is set, in the call, in a configuration or in a criterion.
     """
     values = (*args, *kwargs.values(), getattr(module, "generation_config", None))
-    criteria = [one for value in values if isinstance(value, list) for one in value]
+    criteria = [criterion for value in values if isinstance(value, list) for criterion in value]
     times = [kwargs.get("max_time"), *(getattr(value, "max_time", None) for value in (*values, *criteria))]
     time = next((time for time in times if isinstance(time, int | float)), None)
     if time is not None:
@@ -551,7 +551,7 @@ def passes_several_times(module: nn.Module, step: str) -> bool:
     """Whether the method `step` of `module` generates, or calls a module with parameters in a loop."""
     return any(
         any("generate" in name for name in names(function) or ())
-        or any(_calls_model(module, call, own) for own, call in _calls_in_loops(function))
+        or any(_calls_model(module, call, self_name) for self_name, call in _calls_in_loops(function))
         for function in reached(type(module), step)
     )
 
@@ -559,25 +559,25 @@ def passes_several_times(module: nn.Module, step: str) -> bool:
 def _calls_in_loops(function: FunctionType) -> Iterator[tuple[str, ast.Call]]:
     """Yield calls with the name of the function's first argument."""
     tree = tree_of(function)
-    own = function.__code__.co_varnames[0] if function.__code__.co_argcount else ""
+    self_name = function.__code__.co_varnames[0] if function.__code__.co_argcount else ""
     for loop in ast.walk(tree) if tree is not None else ():
         if isinstance(loop, _LOOPS):
-            yield from ((own, node) for node in ast.walk(loop) if isinstance(node, ast.Call))
+            yield from ((self_name, node) for node in ast.walk(loop) if isinstance(node, ast.Call))
 
 
-def _calls_model(module: nn.Module, call: ast.Call, own: str) -> bool:
+def _calls_model(module: nn.Module, call: ast.Call, self_name: str) -> bool:
     """Whether a call is one of `module`, or of a module with parameters inside of it: ``self.model(...)``."""
     path: list[str] = []
     node: ast.expr = call.func
     while isinstance(node, ast.Attribute):
         path.insert(0, node.attr)
         node = node.value
-    if not isinstance(node, ast.Name) or node.id not in ("self", own):
+    if not isinstance(node, ast.Name) or node.id not in ("self", self_name):
         return False
-    found: object = module
+    called: object = module
     for name in path:
-        found = getattr(found, name, None)
-    return isinstance(found, nn.Module) and any(True for _ in found.parameters())
+        called = getattr(called, name, None)
+    return isinstance(called, nn.Module) and any(True for _ in called.parameters())
 
 
 FEATURE = InLockStep

@@ -67,8 +67,8 @@ class _NonFinite(Attached, AroundUpdates):
         losses, self._losses = self._losses, []
         if not bool(bad):
             return
-        found = gather_texts(self._found(optimizer, losses, is_scaled), self._device)
-        message = f"step {self._module.global_step}: {self._named(found)}"
+        texts = gather_texts(self._local_text(optimizer, losses, is_scaled), self._device)
+        message = f"step {self._module.global_step}: {self._named(texts)}"
         if self._reaction == "raise":
             raise NonFiniteError(f"{message}. No parameter was changed by it")
         rank_zero_warn(f"{message}. The optimizer's step is skipped, as {self._skipped} before it", stacklevel=8)
@@ -88,7 +88,7 @@ class _NonFinite(Attached, AroundUpdates):
         exact = grads if norms else []
         return any(not bool(value.isfinite().all()) for value in (*self._losses, *exact))
 
-    def _found(self, optimizer: Optimizer, losses: Sequence[Tensor], is_scaled: bool) -> str:
+    def _local_text(self, optimizer: Optimizer, losses: Sequence[Tensor], is_scaled: bool) -> str:
         """Return what is not finite on this rank, in words; empty where all is."""
         bad = [float(loss) for loss in losses if not bool(loss.isfinite().all())]
         if bad:
@@ -102,11 +102,11 @@ class _NonFinite(Attached, AroundUpdates):
         more = f" and of {len(named) - 1} more" if len(named) > 1 else ""
         return f"gradient of {named[0]}{more}" if named else ""
 
-    def _named(self, found: Sequence[str]) -> str:
+    def _named(self, texts: Sequence[str]) -> str:
         """Return where it is; a loss that is not finite comes before the gradients that it makes so."""
-        first = [rank for rank, text in enumerate(found) if text.startswith("loss")]
-        ranks = first or [rank for rank, text in enumerate(found) if text]
-        shown = [f"{found[rank]} on rank {rank} ({self._stages[rank]})" for rank in ranks[:_NAMED]]
+        first = [rank for rank, text in enumerate(texts) if text.startswith("loss")]
+        ranks = first or [rank for rank, text in enumerate(texts) if text]
+        shown = [f"{texts[rank]} on rank {rank} ({self._stages[rank]})" for rank in ranks[:_NAMED]]
         more = [f"{len(ranks) - _NAMED} more ranks"] if len(ranks) > _NAMED else []
         return f"not finite: {', '.join([*shown, *more])}"
 

@@ -117,15 +117,15 @@ class OffloadedStates(AroundUpdates):
             return []
         if any(private(optimizer, name) for name in hooks):  # a user's, which expect one call
             return []
-        found, size = [set[int]()], 0
+        buckets, size = [set[int]()], 0
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if size >= self._bucket_bytes:
-                    found.append(set())
+                    buckets.append(set())
                     size = 0
-                found[-1].add(id(parameter))
+                buckets[-1].add(id(parameter))
                 size += parameter.numel() * parameter.element_size()
-        return found if len(found) > 1 else []
+        return buckets if len(buckets) > 1 else []
 
     def _leave(self, optimizer: Optimizer, parameters: set[int]) -> None:
         for parameter, state in self._states(optimizer, parameters):
@@ -225,7 +225,7 @@ def _check_parameters(module: pl.LightningModule, plan: Plan, modality: str, tra
     if "parameters" not in offloads:
         return
     field, got = f"modalities.{modality}.memory.offload", [*offloads]
-    others = [one for one in offloads if one != "parameters"] or None
+    others = [kind for kind in offloads if kind != "parameters"] or None
     if modality == plan.partition.loss_modality:
         rule = "Parameters are on the host between the uses of a frozen encoder, and these are used all through a step"
         raise ConfigError(field, got, rule, f"Use {others}")

@@ -24,26 +24,26 @@ def check(fields: Mapping[str, Any]) -> None:
 
 
 def _check(where: str, modality: Modality, modalities: Mapping[str, Modality]) -> None:
-    field, said = f"{where}.memory.offload", modality.memory.offload
-    if not isinstance(said, str | list | tuple):
+    field, offload = f"{where}.memory.offload", modality.memory.offload
+    if not isinstance(offload, str | list | tuple):
         rule = "It is a list of what is in host memory between its uses: activations, optimizer, parameters"
-        raise ConfigError(field, said, rule, "Use ['activations'], or leave it unset")
-    unknown = [one for one in modality.offloads if one not in _OFFLOADS]
+        raise ConfigError(field, offload, rule, "Use ['activations'], or leave it unset")
+    unknown = [kind for kind in modality.offloads if kind not in _OFFLOADS]
     if unknown:
         rule = "What moves to host memory is activations, optimizer or parameters"
-        raise ConfigError(field, said, rule, did_you_mean(str(unknown[0]), _OFFLOADS))
+        raise ConfigError(field, offload, rule, did_you_mean(str(unknown[0]), _OFFLOADS))
     if "parameters" in modality.offloads and modality.sharding.reshard_after_forward:
         rule = "reshard_after_forward gathers parameters that ranks share, and those on the host are whole"
-        raise ConfigError(field, said, rule, "Leave out 'parameters', or reshard_after_forward")
+        raise ConfigError(field, offload, rule, "Leave out 'parameters', or reshard_after_forward")
     if "parameters" in modality.offloads and modality.ep_size > 1:
         rule = "Experts that ranks share stay on their devices, and offload names parameters"
         raise ConfigError(f"{where}.ep_size", modality.ep_size, rule, "Leave out 'parameters', or ep_size")
     if modality.pipeline.pipelines is not None:
         rule = f"It does not go with unlike pipelines ({where}.pipeline.pipelines)"
-        raise ConfigError(field, said, rule, "Use None")
+        raise ConfigError(field, offload, rule, "Use None")
     for name, other in modalities.items() if modality.offloads else ():
         if other.pipeline.interleaved_microbatches > 1:
-            rule = f"With {field}={said!r} tensors move to the host and back in the order of one microbatch"
+            rule = f"With {field}={offload!r} tensors move to the host and back in the order of one microbatch"
             beside, fix = (
                 f"modalities.{name}.pipeline.interleaved_microbatches",
                 f"Leave it unset here, or leave {field} unset",

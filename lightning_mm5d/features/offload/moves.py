@@ -83,8 +83,8 @@ class HostMemory:
         """
         free, need = free_memory(), count * self._ranks
         if free is not None and need > free:
-            kept = f"The {self._ranks} ranks of this host would keep {gib(need)} of {what} there"
-            rule = f"{kept}, and it has {gib(free)} free"
+            demand = f"The {self._ranks} ranks of this host would keep {gib(need)} of {what} there"
+            rule = f"{demand}, and it has {gib(free)} free"
             fix = "Use activation_checkpointing, fewer or smaller microbatches, or leave it out"
             raise ConfigError(field, "activations", rule, fix)
 
@@ -174,8 +174,8 @@ def free_memory() -> int | None:
 
     It is what the kernel calls available, or what the limit of this container leaves, whichever is less.
     """
-    found = [bytes_ for bytes_ in (_available(), _left_in_container()) if bytes_ is not None]
-    return min(found, default=None)
+    limits = [bytes_ for bytes_ in (_available(), _left_in_container()) if bytes_ is not None]
+    return min(limits, default=None)
 
 
 def _available() -> int | None:
@@ -282,7 +282,7 @@ class SavedActivations:
             check: called before with the number of bytes; may refuse them.
         """
         parts: dict[int, list[Saved]] = {}
-        for saved in [one for ref in self._saved if (one := ref()) is not None]:
+        for saved in [alive for ref in self._saved if (alive := ref()) is not None]:
             address = None if saved.is_changed else _movable(saved.tensor, self._memory.device)
             if address is not None:
                 parts.setdefault(address, []).append(saved)
@@ -300,7 +300,7 @@ class SavedActivations:
 
     def fetch(self) -> None:
         """Begin to copy back what the graph still needs."""
-        for stored in [one for ref in self._stored if (one := ref()) is not None]:
+        for stored in [alive for ref in self._stored if (alive := ref()) is not None]:
             stored.fetch()
 
 
@@ -340,14 +340,14 @@ def long_flights(actions: Sequence[Action], begins: Kind = Kind.F) -> frozenset[
         begins: ``F``; or ``I``, for input gradients whose weight gradients come at least three actions later.
     """
     ends = (Kind.W,) if begins is Kind.I else (Kind.B, Kind.I)
-    found, starts = set(), dict[Flight, int]()
+    flights, starts = set(), dict[Flight, int]()
     for number, action in enumerate(actions):
         key = action.stage, action.microbatch
         if action.kind is begins:
             starts[key] = number
         elif action.kind in ends and key in starts and number - starts[key] >= 3:
-            found.add(key)
-    return frozenset(found)
+            flights.add(key)
+    return frozenset(flights)
 
 
 def most_away(actions: Sequence[Action], flights: Collection[Flight], stage: StageKey) -> int:
@@ -393,8 +393,8 @@ class Moves(Attached, AroundSteps):
 
     def rest(self) -> None:
         """Leave parameters on the host until a step uses them."""
-        for one in self.parameters.values():
-            one.leave()
+        for offloaded in self.parameters.values():
+            offloaded.leave()
 
     @contextmanager
     def unscheduled(self) -> Generator[None, None, None]:
@@ -405,8 +405,8 @@ class Moves(Attached, AroundSteps):
 
     def remove(self) -> None:
         """Leave everything on the device."""
-        for one in self.parameters.values():
-            one.arrive()
+        for offloaded in self.parameters.values():
+            offloaded.arrive()
 
     def step(self, course: Course) -> AroundStep:
         """Return what travels during the actions of one step."""
@@ -473,8 +473,8 @@ class StepMoves(AroundStep):
         if run.deferred is not None and key in self._put_off:
             self._deferred[key] = run.deferred
         for modality in self._uses.keys() & run.stage.cuts.keys():
-            alone = len(run.stage.cuts) == 1
-            if stage in self._have_backwards if alone else run.passes_back(modality):
+            is_single = len(run.stage.cuts) == 1
+            if stage in self._have_backwards if is_single else run.passes_back(modality):
                 self._passes_back.add(modality)
 
     def _check_room(self, stage: StageKey, count: int) -> None:

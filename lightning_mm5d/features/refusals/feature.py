@@ -84,12 +84,12 @@ class Dependence(NamedTuple):
 def dependence(optimizer: Optimizer) -> Dependence | None:
     """Return what the updates of an optimizer of this class and settings depend on; None where it cannot be tried."""
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer) and value is not optimizer]
-    tried = [_tried(one) for one in (optimizer, *inner)]
-    found = [one for one in tried if one is not None]
+    tried = [_tried(part) for part in (optimizer, *inner)]
+    known = [trial for trial in tried if trial is not None]
     # what one part is found to depend on holds, whatever the others do
-    if not found or (len(found) < len(tried) and not any(map(any, found))):
+    if not known or (len(known) < len(tried) and not any(map(any, known))):
         return None
-    return Dependence(any(one.on_parameters for one in found), any(one.on_elements for one in found))
+    return Dependence(any(trial.on_parameters for trial in known), any(trial.on_elements for trial in known))
 
 
 def remade(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer | None:
@@ -114,10 +114,10 @@ def _tried(optimizer: Optimizer) -> Dependence | None:
     for make in (_new, _copied):
         try:
             with kept_random_state(CPU), redirect_stdout(io.StringIO()):
-                found = [_of_group(make, optimizer, group) for group in groups]
+                tries = [_of_group(make, optimizer, group) for group in groups]
         except Exception:  # whatever a class of somebody else's does with what it did not expect
             continue
-        return Dependence(any(one.on_parameters for one in found), any(one.on_elements for one in found))
+        return Dependence(any(trial.on_parameters for trial in tries), any(trial.on_elements for trial in tries))
     return None
 
 
@@ -176,12 +176,12 @@ def _new(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Par
 def _copied(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
     """Return a copy of an optimizer with other parameters, without state and hooks."""
     probe = copy.copy(optimizer)  # of what torch's own state holds
-    own = {name: value for name, value in vars(optimizer).items() if name not in vars(probe)}
+    attrs = {name: value for name, value in vars(optimizer).items() if name not in vars(probe)}
     # a scheduler puts a `step` in front that belongs to the original
-    own = {name: value for name, value in own.items() if not (callable(value) and hasattr(type(optimizer), name))}
-    _check_plain(own)
+    attrs = {name: value for name, value in attrs.items() if not (callable(value) and hasattr(type(optimizer), name))}
+    _check_plain(attrs)
     group = {**_settings(group), "params": parameters}
-    vars(probe).update(copy.deepcopy(own), state=defaultdict(dict), param_groups=[group])
+    vars(probe).update(copy.deepcopy(attrs), state=defaultdict(dict), param_groups=[group])
     return probe
 
 
@@ -194,8 +194,8 @@ def _check_plain(value: Any) -> None:
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()]
     if isinstance(value, list | tuple | set | frozenset):
-        for one in value:
-            _check_plain(one)
+        for element in value:
+            _check_plain(element)
     elif not isinstance(value, bool | int | float | str | FunctionType | type | torch.dtype | torch.device | None):
         raise TypeError
 
@@ -303,16 +303,16 @@ def _check_norms(module: pl.LightningModule, plan: Plan) -> None:
     parts = plan.division.shards or DataShards(plan).exist
     if plan.topology.is_replicated and not parts:
         return
-    if found := _norm_in(type(module), "backward"):
+    if norm := _norm_in(type(module), "backward"):
         rule = "It makes a number of the gradients of one rank, before they are summed over ranks"
         fix = "Do it in on_after_backward or on_before_optimizer_step, which see full gradients"
-        raise ConfigError(f"{type(module).__name__}.backward", found, rule, fix)
-    if not module.automatic_optimization and (found := _norm_in(type(module), "training_step")):
+        raise ConfigError(f"{type(module).__name__}.backward", norm, rule, fix)
+    if not module.automatic_optimization and (norm := _norm_in(type(module), "training_step")):
         rule = (
             "A step that optimizes manually has gradients of its rank's own layers or shards, and makes numbers of them"
         )
         fix = "Clip by self.clip_gradients(optimizer, ...), or use automatic optimization, or one stage without tp_size"
-        raise ConfigError(f"{type(module).__name__}.training_step", found, rule, fix)
+        raise ConfigError(f"{type(module).__name__}.training_step", norm, rule, fix)
 
 
 def _norm_in(cls: type, hook: str) -> str:
@@ -346,24 +346,24 @@ def _reduction_of_gradients(function: FunctionType) -> str:
     nodes = [*ast.walk(tree)] if tree is not None else []
 
     def is_derived(node: ast.AST) -> bool:
-        reads = (one.value for one in ast.walk(node) if isinstance(one, ast.Attribute) and one.attr == "grad")
-        found = any("autograd" not in (getattr(one, "attr", ""), getattr(one, "id", "")) for one in reads)
-        return found or not derived.isdisjoint(_names_in(node))
+        reads = (part.value for part in ast.walk(node) if isinstance(part, ast.Attribute) and part.attr == "grad")
+        reads_grad = any("autograd" not in (getattr(owner, "attr", ""), getattr(owner, "id", "")) for owner in reads)
+        return reads_grad or not derived.isdisjoint(_names_in(node))
 
     calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    made = [(one.value or one, one.targets) for one in nodes if isinstance(one, ast.Assign)]
-    made += [(one.iter, [one.target]) for one in nodes if isinstance(one, ast.For | ast.comprehension)]
-    made += [(one, [one.func]) for one in calls if getattr(one.func, "attr", "") in _ADDING]
-    for _ in made:  # a name may be given to what an earlier pass has found
+    assigned = [(node.value or node, node.targets) for node in nodes if isinstance(node, ast.Assign)]
+    assigned += [(node.iter, [node.target]) for node in nodes if isinstance(node, ast.For | ast.comprehension)]
+    assigned += [(call, [call.func]) for call in calls if getattr(call.func, "attr", "") in _ADDING]
+    for _ in assigned:  # a name may be given to what an earlier pass has found
         derived.update(
-            name for value, targets in made if is_derived(value) for one in targets for name in _names_in(one)
+            name for value, targets in assigned if is_derived(value) for target in targets for name in _names_in(target)
         )
         derived.discard("self")
-    return next((one.func.attr for one in calls if one.func.attr in _REDUCING and is_derived(one)), "")  # type: ignore
+    return next((call.func.attr for call in calls if call.func.attr in _REDUCING and is_derived(call)), "")  # type: ignore
 
 
 def _names_in(node: ast.AST) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
 
 
 def _is_lightnings(function: FunctionType) -> bool:
@@ -372,21 +372,21 @@ def _is_lightnings(function: FunctionType) -> bool:
 
 def _check_manual(plan: Plan) -> None:
     """Refuse manual optimization where ranks of a replica cannot run one step together."""
-    layout, said = plan.layout, "automatic_optimization"
+    layout, field = plan.layout, "automatic_optimization"
     rule = "The ranks of a replica run a step of manual optimization together, and "
     for name, modality in plan.modalities.items():
         splits = modality.cp_size > 1 or modality.tensor.sequence_parallel
         if splits and layout.axes[name].cp * layout.axes[name].tp > 1:
             fix = f"Use automatic optimization, or tp_size alone for {name!r}"
-            raise ConfigError(said, False, f"{rule}those of {name!r} have parts of its sequences", fix)
+            raise ConfigError(field, False, f"{rule}those of {name!r} have parts of its sequences", fix)
     shared = next((rank for rank in range(layout.size) if len(layout.replicas_of_rank(rank)) > 1), None)
     if shared is not None:
         rule += f"rank {shared} works for the replicas {list(layout.replicas_of_rank(shared))}"
         fix = f"Use automatic optimization, or dp_size={layout.num_replicas} for every modality"
-        raise ConfigError(said, False, rule, fix)
+        raise ConfigError(field, False, rule, fix)
     if layout.deals and layout.num_replicas > 1:
         fix = "Use automatic optimization, or neither pipelines nor speeds"
-        raise ConfigError(said, False, f"{rule}replicas have unlike numbers of samples", fix)
+        raise ConfigError(field, False, f"{rule}replicas have unlike numbers of samples", fix)
 
 
 def _check_steps(module: pl.LightningModule) -> None:
@@ -409,14 +409,14 @@ def _check_synced_norms(module: nn.Module, plan: Plan) -> None:
 
 def _check_renormed(module: nn.Module, plan: Plan) -> None:
     """Refuse trained embeddings that change the rows that a batch reads, where ranks with copies read unlike rows."""
-    tables = {name: one for name, one in module.named_modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag))}
-    for name, one in tables.items():
+    tables = {name: part for name, part in module.named_modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))}
+    for name, table in tables.items():
         stages = {plan.topology.stage_of[key] for key in plan.partition.owners.get(f"{name}.weight", ())}
         copies = [len(plan.topology.instances(key)) * plan.layout.axes[key.modality].cp for key in stages]
-        if one.max_norm is not None and one.weight.requires_grad and max(copies, default=1) > 1:
+        if table.max_norm is not None and table.weight.requires_grad and max(copies, default=1) > 1:
             rule = "A replica renormalises the rows that it reads alone, so that weights of replicas drift apart"
             fix = "Leave it out and call embedding.weight.renorm_(2, 0, max_norm) under no_grad in a hook"
-            raise ConfigError(f"{name}.max_norm", one.max_norm, rule, fix)
+            raise ConfigError(f"{name}.max_norm", table.max_norm, rule, fix)
 
 
 def _check_routers(module: nn.Module, plan: Plan) -> None:
@@ -425,19 +425,19 @@ def _check_routers(module: nn.Module, plan: Plan) -> None:
     if any(getattr(config, "output_router_logits", False) is True for config in configs):
         for name, axes in plan.layout.axes.items():
             field = "cp_size" if axes.cp > 1 else "sequence_parallel"
-            said = value_of(plan.modalities[name], field)
-            if axes.pp > 1 and said not in (1, False):
+            setting = value_of(plan.modalities[name], field)
+            if axes.pp > 1 and setting not in (1, False):
                 rule = (
                     "What the routers of some tokens return does not cross from stage to stage (output_router_logits)"
                 )
                 fix = f"Leave {field} unset, use pp_size=1, or set output_router_logits to False in the model's config"
-                raise ConfigError(f"modalities.{name}.{path_of(field)}", said, rule, fix)
+                raise ConfigError(f"modalities.{name}.{path_of(field)}", setting, rule, fix)
 
 
 def _check_prefix_tuning(module: pl.LightningModule, plan: Plan) -> None:
     """Refuse prefix tuning by PEFT, whose one table holds keys and values for the full heads of all layers."""
-    found = (getattr(part, "peft_config", None) for part in module.modules())
-    adapters = [config for configs in found if isinstance(configs, dict) for config in configs.values()]
+    peft_configs = (getattr(part, "peft_config", None) for part in module.modules())
+    adapters = [config for configs in peft_configs if isinstance(configs, dict) for config in configs.values()]
     kinds = {str(getattr(config, "peft_type", "")) for config in adapters}
     if not any(kind.rpartition(".")[2] == "PREFIX_TUNING" for kind in kinds):
         return
@@ -469,10 +469,10 @@ def _check_memory(module: pl.LightningModule, plan: Plan, device: torch.device) 
         return None if is_cut else ranks
 
     named = [*module.named_parameters(), *module.named_buffers()]
-    named += [(f"self.{key}", one) for key, one in memory_kept(module)]
+    named += [(f"self.{key}", tensor) for key, tensor in memory_kept(module)]
     placed = [(*_span(tensor), name, tensor) for name, tensor in named if tensor.device.type == device.type]
     before: Any = None
-    for start, stop, name, tensor in sorted((one for one in placed if one[0]), key=lambda one: one[:3]):
+    for start, stop, name, tensor in sorted((span for span in placed if span[0]), key=lambda span: span[:3]):
         if before is not None and start < before[1] and (tensor.requires_grad or before[3].requires_grad):
             is_beside = start != before[0] and not (tensor.is_contiguous() or before[3].is_contiguous())
             if not is_beside and (holders(name) is None or holders(name) != holders(before[2])):
@@ -552,17 +552,17 @@ def _check_own_steps(optimizer: Optimizer) -> None:
     Sharpness-aware minimization (SAM) scales its `first_step` by the norm of all gradients, of which a rank has a part.
     """
     for name in dir(type(optimizer)):
-        if name.startswith("_") or hasattr(Optimizer, name) or not (found := _norm_in(type(optimizer), name)):
+        if name.startswith("_") or hasattr(Optimizer, name) or not (norm := _norm_in(type(optimizer), name)):
             continue
         rule = "It takes the norm of gradients in a step of its own, and ranks have those of their layers or shards"
         fix = "Use one stage (colocate all, pp_size=1) and tp_size=1"
-        raise ConfigError(f"{type(optimizer).__name__}.{name}", found, rule, fix)
+        raise ConfigError(f"{type(optimizer).__name__}.{name}", norm, rule, fix)
 
 
 def _check_own_tensors(optimizer: Optimizer, running: Running) -> None:
     """Refuse an optimizer that keeps copies of parameters outside of its state, where its step sees rows of these."""
-    groups = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    shapes = {one.shape for one in running.shared.all if one.parameter.dim()}
+    groups = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    shapes = {shared.shape for shared in running.shared.all if shared.parameter.dim()}
     for name, value in vars(optimizer).items():
         if name in ("param_groups", "state", "defaults") or not shapes:
             continue
@@ -579,7 +579,7 @@ def _check_sparse(optimizer: Optimizer, module: pl.LightningModule, plan: Plan) 
     if not isinstance(optimizer, torch.optim.SparseAdam):
         return
     known = names_of(module)
-    names = (known.get(id(one), "") for group in optimizer.param_groups for one in group["params"])
+    names = (known.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"])
     names = (name for name in names if name in plan.partition.owners and len(plan.ownership.ranks_holding(name)) > 1)
     if name := next(names, None):
         rule = f"It takes sparse gradients alone, and ranks sum dense gradients of {name}"

@@ -147,7 +147,7 @@ class ThroughputFigures(Attached, AroundSteps, AroundStep):
         for rank in range(self._layout.size):
             for place in self._layout.places_of(rank):
                 self._ranks[place.modality].add(rank)
-        self._own = [name for name, ranks in self._ranks.items() if running.rank in ranks]
+        self._served = [name for name, ranks in self._ranks.items() if running.rank in ranks]
         self._owners = _owners(running.module, self._partition)
         self._copies = _copies(running.module, running.plan)
         self._recorder = None if running.is_plain else Recorder(running.device, running.num_microbatches)
@@ -166,7 +166,7 @@ class ThroughputFigures(Attached, AroundSteps, AroundStep):
         self._undo: list[Callable[[], None]] = []
         self._tokens, self._calls = Counter[str](), Counter[str]()
         self._moments: list[Moment] = []  # at the begin of the last schedule, at its end, and before optimizers step
-        cached = [name for name in self._own if running.plan.modalities[name].memory.cache_features is not None]
+        cached = [name for name in self._served if running.plan.modalities[name].memory.cache_features is not None]
         self._take_away = [hook for name in cached for hook in self._hooked(name, self._calls, each=True)]
         self._take_away.append(put(callback, "figures", self))
 
@@ -245,16 +245,16 @@ class ThroughputFigures(Attached, AroundSteps, AroundStep):
             self._sums = Counter()
             return
         calls = _calls(self._calls)
-        found = self._records.get((self._key, calls))
-        if found is None:  # estimated, and counted when it comes again
+        record = self._records.get((self._key, calls))
+        if record is None:  # estimated, and counted when it comes again
             self._times[self._key] = 0
-            like = [one for (_, others), one in self._records.items() if others == calls]
-            found = sum(like or self._records.values(), Counter[_Name]())
-            share = self._elements / found[_ELEMENTS] if found else 0.0
+            like = [record for (_, others), record in self._records.items() if others == calls]
+            record = sum(like or self._records.values(), Counter[_Name]())
+            share = self._elements / record[_ELEMENTS] if record else 0.0
         else:
-            share = 1 / found[_NUMBER]
-        if found:
-            self._sums.update({name: value * share for name, value in found.items()})
+            share = 1 / record[_NUMBER]
+        if record:
+            self._sums.update({name: value * share for name, value in record.items()})
             self._sums.update({_SAMPLES: self._samples, _SECONDS: now - before})
 
     def _leads(self, replica: int) -> bool:
@@ -281,7 +281,7 @@ class ThroughputFigures(Attached, AroundSteps, AroundStep):
         self._measured += 1
         self._tokens.clear()
         self._undo = [put(self._running.engine, "beside", None)]  # copies run in other threads, where nothing counts
-        self._undo += [hook for name in self._own for hook in self._hooked(name, self._tokens, each=False)]
+        self._undo += [hook for name in self._served for hook in self._hooked(name, self._tokens, each=False)]
         self._count = FlopCount(self._running.module, self._owners, self._copies, self._partition.loss_modality)
         self._count.begin()
 
@@ -326,11 +326,11 @@ class ThroughputFigures(Attached, AroundSteps, AroundStep):
         """
         sums, self._sums = self._sums or Counter(), Counter()
         waits, names = self._shares(), list(self._ranks)
-        own = [sums[_SECONDS], sums[_SAMPLES], *waits]
+        local_sums = [sums[_SECONDS], sums[_SAMPLES], *waits]
         for name in names:
-            own += [sums[kind, name] for kind in ("flops", "again", "tokens")]
-            own += waits if name in self._own else (0.0, 0.0)
-        table = torch.tensor(own, dtype=torch.float64, device=message_device(self._running.device))
+            local_sums += [sums[kind, name] for kind in ("flops", "again", "tokens")]
+            local_sums += waits if name in self._served else (0.0, 0.0)
+        table = torch.tensor(local_sums, dtype=torch.float64, device=message_device(self._running.device))
         dist.all_reduce(table)
         seconds, samples, *waited = table[:4].tolist()
         rows = table[4:].view(len(names), 5)
@@ -338,7 +338,7 @@ class ThroughputFigures(Attached, AroundSteps, AroundStep):
         seconds /= size
         if not samples:  # after the first batch, which does not count
             return {}
-        found = {"samples_per_sec": samples / seconds, "device/samples_per_sec": samples / seconds / size}
+        figures = {"samples_per_sec": samples / seconds, "device/samples_per_sec": samples / seconds / size}
         groups = {"": (size, [*rows[:, :3].sum(dim=0).tolist(), *waited])}
         if len(names) > 1:
             groups |= {
@@ -347,14 +347,14 @@ class ThroughputFigures(Attached, AroundSteps, AroundStep):
         for prefix, (number, (flops, again, tokens, idle, exposed)) in groups.items():
             device = f"{prefix}device/"
             for name, value in (("tokens_per_sec", tokens / seconds), ("flops_per_sec", flops / seconds)):
-                found |= {f"{prefix}{name}": value, f"{device}{name}": value / number}
+                figures |= {f"{prefix}{name}": value, f"{device}{name}": value / number}
             if peak is not None:
                 whole = seconds * number * peak
-                found |= {f"{device}mfu": flops / whole, f"{device}hfu": (flops + again) / whole}
+                figures |= {f"{device}mfu": flops / whole, f"{device}hfu": (flops + again) / whole}
             if self._recorder is not None:
                 exposed_name = f"{device}exposed_communication_share"
-                found |= {f"{device}bubble_share": idle / number, exposed_name: exposed / number}
-        return found
+                figures |= {f"{device}bubble_share": idle / number, exposed_name: exposed / number}
+        return figures
 
     def _shares(self) -> tuple[float, float]:
         """Which shares of the last step this rank waited, and was busy with sums after its last action."""
@@ -382,14 +382,14 @@ def _is_logged(trainer: pl.Trainer) -> bool:
 
 def _shapes(batches: Any) -> tuple[Hashable, int]:
     """What the flops of a step depend on: shapes, and values of tables of sizes that are on the host; and elements."""
-    found: list[Hashable] = []
+    shapes: list[Hashable] = []
     elements = 0
     for path, value in leaves(batches):
         if isinstance(value, Tensor):
             elements += value.numel()
             is_table = value.is_cpu and str(path[-1]).endswith(_TABLES)
-            found.append((path, tuple(value.shape), tuple(value.flatten().tolist()) if is_table else ()))
-    return tuple(found), elements
+            shapes.append((path, tuple(value.shape), tuple(value.flatten().tolist()) if is_table else ()))
+    return tuple(shapes), elements
 
 
 def _owners(root: nn.Module, partition: Partition) -> dict[str, str]:
@@ -401,12 +401,12 @@ def _owners(root: nn.Module, partition: Partition) -> dict[str, str]:
         while name:
             name = name.rpartition(".")[0]
             modalities[name] |= {stage.modality for stage in stages}
-    found: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for path, _ in root.named_modules():
-        is_inside = any(path.startswith(f"{one}.") for one in found)
+        is_inside = any(path.startswith(f"{outer}.") for outer in owners)
         if path and len(modalities[path]) == 1 and not is_inside:
-            found[path] = next(iter(modalities[path]))
-    return found
+            owners[path] = next(iter(modalities[path]))
+    return owners
 
 
 def _copies(root: nn.Module, plan: Plan) -> dict[str, Copies]:
@@ -414,19 +414,19 @@ def _copies(root: nn.Module, plan: Plan) -> dict[str, Copies]:
 
     Ranks compute equal rows where they need the same heads of keys and values.
     """
-    degrees = {name: plan.layout.sizes(name).tp for name, one in plan.modalities.items() if one.tensor.tp_mode == "1d"}
+    tp = {name: plan.layout.sizes(name).tp for name, config in plan.modalities.items() if config.tensor.tp_mode == "1d"}
     in_parts = {*plan.division.shards, *plan.division.shared}
-    found: dict[str, Copies] = {}
-    for path, module in root.named_modules() if max(degrees.values(), default=1) > 1 else ():
+    by_path: dict[str, Copies] = {}
+    for path, module in root.named_modules() if max(tp.values(), default=1) > 1 else ():
         names = [f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters()]
-        ranks = {degrees.get(stage.modality, 1) for name in names for stage in plan.partition.owners.get(name, ())}
-        is_shared = not in_parts.isdisjoint(names) or any(is_in(one, path) for one in plan.experts)
+        ranks = {tp.get(stage.modality, 1) for name in names for stage in plan.partition.owners.get(name, ())}
+        is_shared = not in_parts.isdisjoint(names) or any(is_in(layer, path) for layer in plan.experts)
         shard = plan.division.shards.get(f"{path}.weight")
         if path and len(ranks) == 1 and ranks != {1} and shard is not None:
-            found[path] = Copies(sum(shard.lengths) / shard.size, in_shards=True)
+            by_path[path] = Copies(sum(shard.lengths) / shard.size, in_shards=True)
         elif path and len(ranks) == 1 and not is_shared:
-            found[path] = Copies(ranks.pop())
-    return {path: copies for path, copies in found.items() if copies.number > 1}
+            by_path[path] = Copies(ranks.pop())
+    return {path: copies for path, copies in by_path.items() if copies.number > 1}
 
 
 def _peak(trainer: pl.Trainer, module: pl.LightningModule) -> float | None:
@@ -447,18 +447,20 @@ class ReplicaThroughput(Feature):
     def attach(self, running: Running) -> Attached | None:
         """Correct what the monitors of this run compute, and count for a `ModalityThroughput`."""
         layout, callbacks = running.plan.layout, vars(running.trainer)["callbacks"]
-        monitors = [one for one in callbacks if isinstance(one, ThroughputMonitor)]
-        counted = [one for monitor in monitors for one in private(monitor, "_throughputs").values()]
+        monitors = [callback for callback in callbacks if isinstance(callback, ThroughputMonitor)]
+        counted = [meter for monitor in monitors for meter in private(monitor, "_throughputs").values()]
         is_fit = running.trainer.state.fn == TrainerFn.FITTING
-        others = [one for one in callbacks if isinstance(one, ModalityThroughput) and is_fit]
+        others = [callback for callback in callbacks if isinstance(callback, ModalityThroughput) and is_fit]
         strategy: Any = running.trainer.strategy
         shares = layout.microbatches(strategy.num_microbatches or 1)
         share = sum(shares) / shares[layout.replicas_of_rank(0)[0]] / layout.size
         batches = layout.num_replicas / layout.size
         if share == batches == 1.0:
             counted = []
-        corrections = [put(one, "compute", _scaled(one.compute, share, batches, one.separator)) for one in counted]
-        figures = [ThroughputFigures(running, one) for one in others]
+        corrections = [
+            put(meter, "compute", _scaled(meter.compute, share, batches, meter.separator)) for meter in counted
+        ]
+        figures = [ThroughputFigures(running, callback) for callback in others]
         return _Counted(corrections, figures) if corrections or figures else None
 
 
@@ -470,8 +472,8 @@ class _Counted(Attached):
 
     def remove(self) -> None:
         """Leave the monitors as they were."""
-        for one in self._figures:
-            one.remove()
+        for figures in self._figures:
+            figures.remove()
         for take_away in reversed(self._corrections):
             take_away()
 

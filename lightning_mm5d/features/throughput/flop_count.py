@@ -113,7 +113,7 @@ class FlopCount(Watching):
 
     def _push(self, name: str | None, copies: Copies, _: Any, args: Any, kwargs: Any) -> None:
         outer = self._now()
-        is_equal = copies.in_shards or not any(isinstance(one, Sharded) for _, one in tensors_in((args, kwargs)))
+        is_equal = copies.in_shards or not any(isinstance(value, Sharded) for _, value in tensors_in((args, kwargs)))
         self._inside.append((name or outer[0], max(copies.number, outer[1]) if is_equal else outer[1]))
         self._mark()
 
@@ -160,18 +160,18 @@ class FlopCount(Watching):
         out = func(*args, **kwargs)
         packet = func._overloadpacket if isinstance(func, torch._ops.OpOverload) else func
         flops, again = self._flops(func, packet, args, kwargs, out)
-        if flops and not any(is_remote(one) or one.is_meta for _, one in tensors_in((args, out))):
+        if flops and not any(is_remote(tensor) or tensor.is_meta for _, tensor in tensors_in((args, out))):
             modality, copies = self._place()
             # gradients are off within functions of their own, also where their forward runs again
             is_again = in_backward() and (torch.is_grad_enabled() or self._running > 0)
-            own = 0 if is_again else flops / copies
-            self.flops[modality] += own
-            self.again[modality] += flops + again - own
+            counted = 0 if is_again else flops / copies
+            self.flops[modality] += counted
+            self.again[modality] += flops + again - counted
         return out
 
 
 def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    names = [one.name for one in func._schema.arguments]
+    names = [argument.name for argument in func._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 

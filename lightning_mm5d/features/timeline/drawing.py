@@ -231,9 +231,9 @@ def _legend_columns(simulation: Simulation) -> list[list[tuple[str, str]]]:
         if any(kind is span.action.kind and modality == _modality(span) for span in simulation.spans):
             kinds.setdefault(modality, []).append(kind)
     columns = []
-    for modality, found in kinds.items():
+    for modality, modality_kinds in kinds.items():
         words: dict[str, list[str]] = {}
-        for kind in found:
+        for kind in modality_kinds:
             words.setdefault(_colours(simulation)[modality, kind], []).append(_WORDS[kind])
         columns.append([(colour, f"{modality} {' or '.join(several)}") for colour, several in words.items()])
     entries = [entry for column in columns for entry in column]

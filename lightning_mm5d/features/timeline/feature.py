@@ -85,7 +85,7 @@ class _UsualSteps(Recorder):
             return None
         recorded = super().step(course)
         if recorded is not None:
-            self.samples = statistics.fmean(one.samples for parts in course.step.microbatches.values() for one in parts)
+            self.samples = statistics.fmean(m.samples for parts in course.step.microbatches.values() for m in parts)
         return recorded
 
 
@@ -102,8 +102,8 @@ def write_timeline(path: str, recorder: _UsualSteps, running: Running) -> None:
     """
     plan, schedule, rank, wire = running.plan, running.schedule, running.rank, message_device(running.device)
     trainable = recorder.trainable
-    own = [recorder.count, recorder.number]
-    recorded = torch.tensor([*own, *(-value for value in own)], device=wire)
+    counts = [recorder.count, recorder.number]
+    recorded = torch.tensor([*counts, *(-value for value in counts)], device=wire)
     dist.all_reduce(recorded, dist.ReduceOp.MIN)
     least, most = recorded[:2].tolist(), recorded[2:].neg().tolist()
     if trainable is None or least != most:
@@ -136,10 +136,10 @@ _COSTLY = ("tp_size", "tp_mode", "cp_size", "cp_mode", "ep_size", "activation_ch
 
 def about(plan: Plan, num_microbatches: int) -> dict[str, Any]:
     """Return what tells runs apart whose stages have equal names, and take other times; plain values by name."""
-    found: dict[str, Any] = {"num_microbatches": num_microbatches, "parameters": sum(plan.sizes.values())}
+    figures: dict[str, Any] = {"num_microbatches": num_microbatches, "parameters": sum(plan.sizes.values())}
     for name, modality in plan.modalities.items():
-        found |= {f"modalities.{name}.{path_of(field)}": value_of(modality, field) for field in _COSTLY}
-    plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
+        figures |= {f"modalities.{name}.{path_of(field)}": value_of(modality, field) for field in _COSTLY}
+    plain: dict[str, Any] = json.loads(json.dumps(figures, default=str))
     return plain
 
 
@@ -158,14 +158,14 @@ def _ran(plan: Plan, schedule: AnySchedule, count: int, trainable: frozenset[str
 def _gathered(recorder: Recorder, plan: Plan, ran: Schedule, count: int, rank: int, wire: torch.device) -> list[Span]:
     """The spans of all leads. All ranks know the actions, so only times are gathered; the first rank's time counts."""
     times = recorder.times()
-    own = {other: plan.topology.actions_of(other, ran, count) for other in range(plan.layout.size)}
-    rows = [times[action] for action in own[rank]]
-    rows += [(0.0, 0.0)] * (max(map(len, own.values())) - len(rows))
+    by_rank = {other: plan.topology.actions_of(other, ran, count) for other in range(plan.layout.size)}
+    rows = [times[action] for action in by_rank[rank]]
+    rows += [(0.0, 0.0)] * (max(map(len, by_rank.values())) - len(rows))
     table = torch.tensor(rows, dtype=torch.float64, device=wire)
-    tables = [torch.empty_like(table) for _ in own]
+    tables = [torch.empty_like(table) for _ in by_rank]
     dist.all_gather(tables, table)
     spans: dict[tuple[int, Action], Span] = {}
-    for (other, actions), gathered in zip(own.items(), tables, strict=True):
+    for (other, actions), gathered in zip(by_rank.items(), tables, strict=True):
         lead = plan.topology.lead_of_rank[other]
         for action, moments in zip(actions, gathered.tolist(), strict=False):  # later rows are padding
             spans.setdefault((lead, action), Span(lead, action, *moments))
@@ -174,10 +174,10 @@ def _gathered(recorder: Recorder, plan: Plan, ran: Schedule, count: int, rank: i
 
 def _costed(graph: Graph, seen: Simulation) -> Graph:
     """The graph with the median measured times as its costs."""
-    found: dict[tuple[StageKey, int, Kind], list[float]] = {}
+    seconds: dict[tuple[StageKey, int, Kind], list[float]] = {}
     for span in seen.spans:
-        found.setdefault((span.action.stage, span.rank, span.action.kind), []).append(span.end - span.start)
-    times = {key: statistics.median(values) for key, values in found.items()}
+        seconds.setdefault((span.action.stage, span.rank, span.action.kind), []).append(span.end - span.start)
+    times = {key: statistics.median(values) for key, values in seconds.items()}
 
     def of(stage: StageKey, rank: int, kind: Kind) -> float:
         return max(times.get((stage, rank, kind), 0.0), 0.0)

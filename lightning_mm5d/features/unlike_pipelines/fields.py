@@ -20,8 +20,8 @@ def check(fields: Mapping[str, Any]) -> None:
         ConfigError: at the first field that does not go with them.
     """
     modalities = fields.get("modalities") or {}
-    said = {name: (one.pipeline.pipelines, one.pipeline.speeds) for name, one in modalities.items()}
-    name = next((name for name, unlike in said.items() if unlike != (None, None)), None)
+    options = {name: (modality.pipeline.pipelines, modality.pipeline.speeds) for name, modality in modalities.items()}
+    name = next((name for name, unlike in options.items() if unlike != (None, None)), None)
     if name is None:
         return
     field = path_of("speeds" if modalities[name].pipeline.pipelines is None else "pipelines")
@@ -36,6 +36,6 @@ def check(fields: Mapping[str, Any]) -> None:
         rule = f"{reason}, by a number of microbatches"
         raise ConfigError("batching.microbatch_size", fields["microbatch_size"], rule, "Use num_microbatches")
     placement = fields.get("placement")
-    if isinstance(placement, list | tuple) and any(isinstance(one, str) for one in placement):
+    if isinstance(placement, list | tuple) and any(isinstance(axis, str) for axis in placement):
         rule = f"Replicas may have unlike pipelines (modalities.{name}.{field}), which form no grid"
         raise ConfigError("placement", list(placement), rule, "Leave it unset, or give a rank for each position")

@@ -72,7 +72,7 @@ def completed(modalities: Mapping[str, Modality], world_size: int) -> dict[str, 
     Raises:
         ConfigError: no pipelines within the limits use all ranks.
     """
-    found = dict(modalities)
+    filled = dict(modalities)
     for name, modality in modalities.items():
         pipelines = modality.pipeline.pipelines
         if isinstance(pipelines, Mapping):
@@ -81,11 +81,11 @@ def completed(modalities: Mapping[str, Modality], world_size: int) -> dict[str, 
         if pipelines is None:
             continue
         size, first = len(pipelines), pipelines[0]
-        if isinstance(first, int) and all(one == first for one in pipelines):
-            found[name] = with_fields(modality, pipelines=None, dp_size=size, pp_size=first)
+        if isinstance(first, int) and all(length == first for length in pipelines):
+            filled[name] = with_fields(modality, pipelines=None, dp_size=size, pp_size=first)
         else:
-            found[name] = with_fields(modality, pipelines=pipelines, dp_size=size)
-    return found
+            filled[name] = with_fields(modality, pipelines=pipelines, dp_size=size)
+    return filled
 
 
 @contextmanager
@@ -104,10 +104,10 @@ def as_said(modalities: Mapping[str, Modality]) -> Iterator[None]:
         for name, modality in modalities.items():
             fields = f"modalities.{name}.pp_size", f"modalities.{name}.pipeline.pipelines"
             if modality.pipeline.pipelines is not None and error.field in fields and isinstance(error.got, int):
-                said = modality.pipeline.pipelines
-                how = " stages, by fewer ranks or a smaller min" if isinstance(said, Mapping) else " stages"
+                pipelines = modality.pipeline.pipelines
+                how = " stages, by fewer ranks or a smaller min" if isinstance(pipelines, Mapping) else " stages"
                 rule = f"It has a pipeline of {error.got} stages: {error.rule}"
-                raise ConfigError(fields[1], said, rule, f"{error.fix}{how}") from None
+                raise ConfigError(fields[1], pipelines, rule, f"{error.fix}{how}") from None
         raise
 
 
@@ -126,40 +126,40 @@ def _for_ranks(
                 return [stages // count + (index < stages % count) for index in range(count)]
         return None
 
-    found = lengths(world_size)
-    if found is None:
+    chosen = lengths(world_size)
+    if chosen is None:
         fits = nearest(world_size, lambda world: lengths(world) is not None)
         limit = f"at least {shortest}" if longest is None else f"{shortest} to {longest}"
         rule = f"No pipelines of {name} with {limit} stages use all ranks (modalities.{name}.pipeline.pipelines)"
         fix = f"Nearest that fit: {one_of(fits)} ranks"
         raise ConfigError("Trainer(devices=..., num_nodes=...)", world_size, rule, fix)
-    return found
+    return chosen
 
 
-def _check_form(field: str, said: object) -> None:
-    if isinstance(said, Mapping):
-        for key in said:
+def _check_form(field: str, form: object) -> None:
+    if isinstance(form, Mapping):
+        for key in form:
             if key not in ("min", "max"):
-                raise ConfigError(field, dict(said), f"It has no {key!r}", did_you_mean(key, ("min", "max")))
+                raise ConfigError(field, dict(form), f"It has no {key!r}", did_you_mean(key, ("min", "max")))
         for key in ("min", "max"):
-            _check_length(f"{field}.{key}", said.get(key), wanted=key == "min")
-        if "max" in said and said["max"] < said["min"]:
-            raise ConfigError(f"{field}.max", said["max"], f"It is at least min={said['min']}", "Leave it unset")
+            _check_length(f"{field}.{key}", form.get(key), wanted=key == "min")
+        if "max" in form and form["max"] < form["min"]:
+            raise ConfigError(f"{field}.max", form["max"], f"It is at least min={form['min']}", "Leave it unset")
         return
-    if not isinstance(said, list | tuple) or not said:
-        raise ConfigError(field, said, _FORMS, "Use one of these, or pp_size where all replicas are equal")
-    are_templates = all(isinstance(one, PipelineTemplate) for one in said)
-    for index, one in enumerate(said):
+    if not isinstance(form, list | tuple) or not form:
+        raise ConfigError(field, form, _FORMS, "Use one of these, or pp_size where all replicas are equal")
+    are_templates = all(isinstance(pipeline, PipelineTemplate) for pipeline in form)
+    for index, pipeline in enumerate(form):
         if are_templates:
-            check_template(f"{field}[{index}]", one)
-            if isinstance((one.stages or [0])[0], list | tuple):
+            check_template(f"{field}[{index}]", pipeline)
+            if isinstance((pipeline.stages or [0])[0], list | tuple):
                 rule = "Templates of unlike pipelines give numbers of layers"
-                raise ConfigError(f"{field}[{index}].stages", one.stages, rule, "Use for instance [2, 2]")
-        elif isinstance(one, PipelineTemplate):
+                raise ConfigError(f"{field}[{index}].stages", pipeline.stages, rule, "Use for instance [2, 2]")
+        elif isinstance(pipeline, PipelineTemplate):
             rule = "Pipelines are given either all by their number of stages or all by templates"
-            raise ConfigError(f"{field}[{index}]", one, rule, "Use for instance [4, 3]")
+            raise ConfigError(f"{field}[{index}]", pipeline, rule, "Use for instance [4, 3]")
         else:
-            _check_length(f"{field}[{index}]", one, wanted=True)
+            _check_length(f"{field}[{index}]", pipeline, wanted=True)
 
 
 def _check_length(field: str, value: object, *, wanted: bool) -> None:
@@ -171,14 +171,14 @@ def _check_length(field: str, value: object, *, wanted: bool) -> None:
 
 def _check_beside(name: str, modality: Modality) -> None:
     for field in _INSTEAD:
-        said = value_of(modality, field)
-        if said is not None and (field, said) != ("dp_size", len(modality.lengths)):
+        setting = value_of(modality, field)
+        if setting is not None and (field, setting) != ("dp_size", len(modality.lengths)):
             rule = "pipelines says how many replicas there are and which stages each of them has"
-            raise ConfigError(f"modalities.{name}.{path_of(field)}", said, rule, "Leave one of them unset")
+            raise ConfigError(f"modalities.{name}.{path_of(field)}", setting, rule, "Leave one of them unset")
     for field, usual in _USUAL.items():
-        if (said := value_of(modality, field)) not in usual:
+        if (setting := value_of(modality, field)) not in usual:
             rule = f"It does not go with unlike pipelines (modalities.{name}.pipeline.pipelines)"
-            raise ConfigError(f"modalities.{name}.{path_of(field)}", said, rule, f"Use {usual[0]}")
+            raise ConfigError(f"modalities.{name}.{path_of(field)}", setting, rule, f"Use {usual[0]}")
 
 
 def _check_shares(name: str, modalities: Mapping[str, Modality]) -> None:
@@ -223,7 +223,7 @@ def _check_others(name: str, modalities: Mapping[str, Modality]) -> None:
 
 def _check_speeds(name: str, modality: Modality, modalities: Mapping[str, Modality]) -> None:
     field, speeds = f"modalities.{name}.pipeline.speeds", modality.pipeline.speeds
-    other = next((key for key, one in modalities.items() if one.pipeline.speeds is not None and key != name), None)
+    other = next((key for key, peer in modalities.items() if peer.pipeline.speeds is not None and key != name), None)
     if other is not None:
         rule = f"One modality says how fast replicas are, and {other!r} does too"
         raise ConfigError(field, speeds, rule, "Leave one of them unset")
@@ -256,13 +256,13 @@ def cut(
         balanced: divides as many layers over the stages of equal pipelines.
         from_template: divides them as the template of a field says.
     """
-    alone = with_fields(modality, pipelines=None, speeds=None, dp_size=None)
+    plain = with_fields(modality, pipelines=None, speeds=None, dp_size=None)
     return common_stages(
         [
-            from_template(f"modalities.{name}.pipeline.pipelines[{index}]", template=one)
-            if isinstance(one, PipelineTemplate)
-            else balanced(name, replace(alone, pp_size=one), count)
-            for index, one in enumerate(cast("list[int | PipelineTemplate]", modality.pipeline.pipelines))
+            from_template(f"modalities.{name}.pipeline.pipelines[{index}]", template=pipeline)
+            if isinstance(pipeline, PipelineTemplate)
+            else balanced(name, replace(plain, pp_size=pipeline), count)
+            for index, pipeline in enumerate(cast("list[int | PipelineTemplate]", modality.pipeline.pipelines))
         ]
     )
 
@@ -277,7 +277,7 @@ def common_stages(pipelines: Sequence[Sequence[int]]) -> tuple[list[int], tuple[
         pipelines: layers of each pipeline rank, in order; the sums are equal.
     """
     ends = [list(accumulate(sizes)) for sizes in pipelines]
-    cuts = sorted({0, *(end for one in ends for end in one)})
+    cuts = sorted({0, *(end for stops in ends for end in stops)})
     stages = [last - first for first, last in pairwise(cuts)] or [0]
     starts = cuts[: len(stages)]
-    return stages, tuple(tuple(min(bisect_right(one, first), len(one) - 1) for first in starts) for one in ends)
+    return stages, tuple(tuple(min(bisect_right(stops, first), len(stops) - 1) for first in starts) for stops in ends)
