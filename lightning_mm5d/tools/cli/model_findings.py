@@ -233,11 +233,11 @@ def findings(module: pl.LightningModule, *, tp_size: int = 2, pp_size: int = 2) 
     encoders = discover(module)
     names = [*encoders, _LOSS if encoders else "model"]
     plain: dict[str, Modality] = {name: Modality() for name in names}
-    partition = find(module, plain)
+    modalities = find(module, plain)
     whole = _planned(module, plain)
     parts, named = [], [*module.named_parameters(remove_duplicate=False)]
     for name in names:
-        layers, encoder = partition.layers[name], partition.encoders.get(name)
+        layers, encoder = modalities.layers[name], modalities.encoders.get(name)
         container = module.get_submodule(layers) if layers else None
         held = parameters_of(named, whole, [cut.name for cut in whole.partition.stages[name]]).values()
         parts.append(
@@ -246,7 +246,7 @@ def findings(module: pl.LightningModule, *, tp_size: int = 2, pp_size: int = 2) 
                 encoder.owns if encoder else (),
                 tuple(cut.name for cut in encoder.boundaries) if encoder else (),
                 layers,
-                len(partition.parts[name].paths),
+                len(modalities.parts[name].paths),
                 ", ".join(dict.fromkeys(type(layer).__name__ for layer in container.children()))
                 if container is not None
                 else None,
