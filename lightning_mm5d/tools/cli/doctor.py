@@ -44,16 +44,18 @@ def _packages() -> tuple[list[str], list[str], list[tuple[str, str]]]:
         extra = requirement.marker is not None
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": "plot"}):
             continue
-        actual = _version(requirement.name)
-        versions.append((requirement.name, actual or "missing"))
-        if actual in ("2.6.2", "2.6.3") and requirement.name == "lightning":
-            failures.append(f"lightning {actual} was a malicious upload (GHSA-w37p-236h-pfx3); install another version")
-        elif extra and actual is None:
+        installed = _version(requirement.name)
+        versions.append((requirement.name, installed or "missing"))
+        if installed in ("2.6.2", "2.6.3") and requirement.name == "lightning":
+            failures.append(
+                f"lightning {installed} was a malicious upload (GHSA-w37p-236h-pfx3); install another version"
+            )
+        elif extra and installed is None:
             warnings.append("matplotlib is missing, so no pictures are drawn: pip install 'lightning_mm5d[plot]'")
-        elif actual is None:
+        elif installed is None:
             failures.append(f"{requirement.name} is missing: pip install '{requirement}'")
-        elif not requirement.specifier.contains(actual.partition("+")[0], prereleases=True):
-            warnings.append(f"{requirement.name} {actual} was not tested: pip install '{requirement}'")
+        elif not requirement.specifier.contains(installed.partition("+")[0], prereleases=True):
+            warnings.append(f"{requirement.name} {installed} was not tested: pip install '{requirement}'")
     versions.append(("numpy", _version("numpy") or "missing"))
     for name in ("torch", "lightning", "transformers"):
         if _version(name) and not any(failure.startswith(f"{name} ") for failure in failures):
