@@ -65,52 +65,52 @@ def read_cluster(path: Path) -> Cluster:
     Raises:
         ConfigError: it cannot be read, or describes none.
     """
-    said = read_configuration(path, "--cluster")
+    config = read_configuration(path, "--cluster")
     numbers = ("flops", "efficiency", "memory_bandwidth")
-    _check_keys("cluster", said, ("nodes", "ranks", "memory", "links", *numbers), needed=("nodes", "ranks", "memory"))
+    _check_keys("cluster", config, ("nodes", "ranks", "memory", "links", *numbers), needed=("nodes", "ranks", "memory"))
     for key in ("nodes", "ranks"):
-        check_count(f"cluster.{key}", said[key])
-    check_count("cluster.nodes * ranks", said["nodes"] * said["ranks"])
-    found: dict[str, Any] = {key: said[key] for key in ("nodes", "ranks")}
-    found["memory"] = bytes_of("cluster.memory", said["memory"])
-    found |= {key: _number(f"cluster.{key}", said[key]) for key in numbers if key in said}
-    links = said.get("links", {})
+        check_count(f"cluster.{key}", config[key])
+    check_count("cluster.nodes * ranks", config["nodes"] * config["ranks"])
+    arguments: dict[str, Any] = {key: config[key] for key in ("nodes", "ranks")}
+    arguments["memory"] = bytes_of("cluster.memory", config["memory"])
+    arguments |= {key: _number(f"cluster.{key}", config[key]) for key in numbers if key in config}
+    links = config.get("links", {})
     _check_keys("cluster.links", links, ("inside", "between"))
     names = [each.name for each in fields(Link)]
     for kind, link in links.items():
         field = f"cluster.links.{kind}"
         _check_keys(field, link, names, needed=("latency", "bandwidth"))
-        found[kind] = Link(**{name: _number(f"{field}.{name}", number) for name, number in link.items()})
-    return Cluster(**found)
+        arguments[kind] = Link(**{name: _number(f"{field}.{name}", number) for name, number in link.items()})
+    return Cluster(**arguments)
 
 
-def _check_keys(field: str, said: object, known: Collection[str], needed: Collection[str] = ()) -> None:
-    if not isinstance(said, Mapping):
-        raise ConfigError(field, said, f"It maps {', '.join(known)} to values", "Write them below it")
-    for key in said:
-        if key not in known:
-            raise ConfigError(f"{field}.{key}", said[key], "There is no such key", did_you_mean(key, list(known)))
+def _check_keys(field: str, content: object, allowed: Collection[str], needed: Collection[str] = ()) -> None:
+    if not isinstance(content, Mapping):
+        raise ConfigError(field, content, f"It maps {', '.join(allowed)} to values", "Write them below it")
+    for key in content:
+        if key not in allowed:
+            raise ConfigError(f"{field}.{key}", content[key], "There is no such key", did_you_mean(key, list(allowed)))
     for key in needed:
-        if key not in said:
+        if key not in content:
             raise ConfigError(f"{field}.{key}", None, "It has no default", "Add it, or run mm5d doctor --links --out")
 
 
-def _number(field: str, said: object) -> float:
+def _number(field: str, raw: object) -> float:
     try:
-        number = float(said) if isinstance(said, (int, float, str)) and not isinstance(said, bool) else math.nan
+        number = float(raw) if isinstance(raw, (int, float, str)) and not isinstance(raw, bool) else math.nan
     except ValueError:
         number = math.nan
     least, most, usual = _NUMBERS[field.rpartition(".")[2]]
     if not least <= number <= most:
-        raise ConfigError(field, said, f"It is a number from {least:g} to {most:g}", f"Write for instance {usual}")
+        raise ConfigError(field, raw, f"It is a number from {least:g} to {most:g}", f"Write for instance {usual}")
     return number
 
 
 def as_yaml(cluster: Cluster) -> str:
     """Return the file of a cluster."""
-    said = asdict(cluster)
-    links = {kind: said.pop(kind) for kind in ("inside", "between")}
-    return yaml.safe_dump({**said, "links": links}, sort_keys=False)
+    content = asdict(cluster)
+    links = {kind: content.pop(kind) for kind in ("inside", "between")}
+    return yaml.safe_dump({**content, "links": links}, sort_keys=False)
 
 
 def measure_links(out: Path | None) -> int:
@@ -148,9 +148,9 @@ def _measured(device: torch.device) -> tuple[Cluster, str]:
     size = -(-world // len(nodes))
     pairs = {"inside": rank ^ 1, "between": (rank + size if rank // size % 2 == 0 else rank - size)}
     links: dict[str, Any] = {}
-    for kind, other in pairs.items():
-        able = 0 <= other < world and (hosts[rank] == hosts[other]) == (kind == "inside")
-        times = [_there_and_back(other if able else None, rank, size, device) for size in (_SMALL, _LARGE)]
+    for kind, partner in pairs.items():
+        able = 0 <= partner < world and (hosts[rank] == hosts[partner]) == (kind == "inside")
+        times = [_there_and_back(partner if able else None, rank, size, device) for size in (_SMALL, _LARGE)]
         if all(times):
             links[kind] = Link(times[0], _LARGE / max(times[1] - times[0], 1e-9))
     note = "".join(f"# {kind}: not measured by these processes, the default\n" for kind in pairs if kind not in links)
@@ -172,8 +172,8 @@ def _taken(cluster: Cluster, size: int) -> float:
     """Seconds that a message of `size` bytes takes of a stage: its forward has one, and its backward."""
     few, many = (_step_seconds(cluster, size, count) for count in _COUNTS)
     layer, hidden = _Layer(), torch.ones(1, size // 4, requires_grad=True)
-    alone = _timed(lambda: layer(hidden).sum().backward(), torch.device("cpu"), rounds=10)
-    return max(((many - few) / (_COUNTS[1] - _COUNTS[0]) - alone) / 2, 0.0)
+    layer_seconds = _timed(lambda: layer(hidden).sum().backward(), torch.device("cpu"), rounds=10)
+    return max(((many - few) / (_COUNTS[1] - _COUNTS[0]) - layer_seconds) / 2, 0.0)
 
 
 class _Layer(nn.Module):
@@ -231,36 +231,36 @@ def _step_seconds(cluster: Cluster, size: int, count: int) -> float:
     return median(after - before for before, after in pairwise(module.began[3:]))
 
 
-def _there_and_back(other: int | None, rank: int, size: int, device: torch.device) -> float:
+def _there_and_back(partner: int | None, rank: int, size: int, device: torch.device) -> float:
     """Seconds of one message of the slowest pair; 0 where there is no pair."""
     message = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def once() -> None:
-        if other is not None:
-            for sends in (rank < other, rank > other):
-                (dist.send if sends else dist.recv)(message, other)
+        if partner is not None:
+            for sends in (rank < partner, rank > partner):
+                (dist.send if sends else dist.recv)(message, partner)
 
     dist.barrier()
-    found = torch.tensor([0.0 if other is None else _timed(once, device, rounds=10) / 2], device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+    seconds = torch.tensor([0.0 if partner is None else _timed(once, device, rounds=10) / 2], device=device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
 
 
 def _device_speeds(device: torch.device) -> tuple[float, float]:
     """Flops per second of a large product, and bytes per second of a copy."""
     size = 8192 if device.type == "cuda" else 1024
-    one = torch.zeros(size, size, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device)
-    product = _timed(lambda: one @ one, device, rounds=5)
-    return 2 * size**3 / product, 2 * one.nbytes / _timed(one.clone, device, rounds=5)
+    matrix = torch.zeros(size, size, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device)
+    product = _timed(lambda: matrix @ matrix, device, rounds=5)
+    return 2 * size**3 / product, 2 * matrix.nbytes / _timed(matrix.clone, device, rounds=5)
 
 
 def _timed(call: Callable[[], object], device: torch.device, *, rounds: int) -> float:
     """The median of the seconds of a call, after one that is not counted."""
-    found = []
+    seconds = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - start)
-    return median(found[1:])
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[1:])

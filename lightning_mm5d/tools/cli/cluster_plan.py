@@ -76,20 +76,20 @@ def plan(arguments: Namespace, source: Source) -> None:
     with quiet():
         scaled = partial(_scales, job, arguments, run)
         search, replica_batch = search_of(job, cluster, arguments.batch, traced, scaled)
-        found = search.best()
-    if not found:
+        layouts = search.best()
+    if not layouts:
         raise search.refusal()
-    text = layout_file(found[0].candidate, job, source, cluster, replica_batch)
+    text = layout_file(layouts[0].candidate, job, source, cluster, replica_batch)
     if arguments.write is not None:
         write("--write", arguments.write, text)
     if arguments.json:
-        print(json.dumps([_numbers(one) for one in found]))
+        print(json.dumps([_numbers(layout) for layout in layouts]))
         return
     rows = []
-    for number, one in enumerate(found, 1):
-        seconds, bubble = one.time
-        speeds = f"{1e3 * seconds:.4g}", f"{search.batch / seconds:.4g}", memory_text(one.memory.peak)
-        rows.append((number, *speeds, f"{bubble:.1%}", f"{one.exposed / seconds:.1%}", words(one.candidate)))
+    for number, layout in enumerate(layouts, 1):
+        seconds, bubble = layout.time
+        speeds = f"{1e3 * seconds:.4g}", f"{search.batch / seconds:.4g}", memory_text(layout.memory.peak)
+        rows.append((number, *speeds, f"{bubble:.1%}", f"{layout.exposed / seconds:.1%}", words(layout.candidate)))
     head = ("", "step (ms)", "samples/s", "fullest rank", "idle", "waits for links", "layout")
     memory = "any" if cluster.memory == sys.maxsize else memory_text(cluster.memory)
     assumed = (
@@ -102,7 +102,7 @@ def plan(arguments: Namespace, source: Source) -> None:
             f"layouts simulated: {search.tried}{'' if arguments.cluster else assumed}",
             Table.of(head, rows),
             *([] if run is None else [f"The step that {run.path} shows took {1e3 * run.seconds:.4g} ms"]),
-            _own(job, search, found[0]),
+            _configured_layout(job, search, layouts[0]),
             text,
         ]
     )
@@ -128,11 +128,11 @@ def _cluster(arguments: Namespace) -> Cluster | None:
     """The cluster of a file, or one of usual links; None for the configured ranks."""
     memory, size = _memory(arguments), arguments.ranks
     if arguments.cluster is not None:
-        found = read_cluster(arguments.cluster)
-        if size not in (None, found.size):
-            rule = f"{arguments.cluster} has {found.nodes} nodes of {found.ranks} ranks"
-            raise ConfigError("--ranks", size, rule, f"Use --ranks {found.size}, or change nodes and ranks there")
-        return replace(found, memory=memory or found.memory)
+        cluster = read_cluster(arguments.cluster)
+        if size not in (None, cluster.size):
+            rule = f"{arguments.cluster} has {cluster.nodes} nodes of {cluster.ranks} ranks"
+            raise ConfigError("--ranks", size, rule, f"Use --ranks {cluster.size}, or change nodes and ranks there")
+        return replace(cluster, memory=memory or cluster.memory)
     if size is None:
         return None
     ranks, nodes = nodes_of("--ranks", size)
@@ -150,11 +150,11 @@ def nodes_of(option: str, size: int) -> tuple[int, int]:
 
 def _check_sources(arguments: Namespace) -> None:
     """Refuse several sources of durations."""
-    said = {"--cost": arguments.cost, "--measure": arguments.measure or None, "--from": arguments.run}
-    given = [option for option, value in said.items() if value is not None]
-    if len(given) > 1:
-        rule, fix = "Durations are measured here, or given, or those of a run", f"Leave out {' or '.join(given)}"
-        raise ConfigError(given[1], str(said[given[1]]), rule, fix)
+    sources = {"--cost": arguments.cost, "--measure": arguments.measure or None, "--from": arguments.run}
+    options = [option for option, value in sources.items() if value is not None]
+    if len(options) > 1:
+        rule, fix = "Durations are measured here, or given, or those of a run", f"Leave out {' or '.join(options)}"
+        raise ConfigError(options[1], str(sources[options[1]]), rule, fix)
 
 
 def _scales(
@@ -202,7 +202,7 @@ def search_of(
     check_searched(job.modalities)
     samples, each = first_samples(job)
     loss, loaded = loss_modality_of(job.modalities), strategy.microbatching == "loader"
-    base = {name: _free(one, None if name == loss else loss) for name, one in job.modalities.items()}
+    base = {name: _free(modality, None if name == loss else loss) for name, modality in job.modalities.items()}
 
     def accepted(candidate: Candidate) -> Plan:
         modalities = dict(candidate.modalities)
@@ -230,12 +230,14 @@ def search_of(
         raise ConfigError("CONFIG", "a step", notes[0], "Layouts are compared by what a step computes and keeps")
     two = step.trace
     if sharded != base or experts:
-        with_experts = {name: replace(one, ep_size=2) if name in experts else one for name, one in sharded.items()}
+        with_experts = {
+            name: replace(modality, ep_size=2) if name in experts else modality for name, modality in sharded.items()
+        }
         two = traced(plan_of(with_experts))
     rows = units(module, find(module, plan.modalities))
     costs = LayoutCosts(cluster, step.trace, two, each, rows, step)
     costs = replace(costs, scales=scaled(costs), known={})
-    own_ranks = sum(one.own_ranks_per_replica for one in job.modalities.values())
+    own_ranks = sum(modality.own_ranks_per_replica for modality in job.modalities.values())
     if replicas is None:
         fitting = job.modalities[loss].dp_size or max(cluster.size // own_ranks, 1)
         replicas = fitting if job.plan is None else job.plan.layout.num_replicas
@@ -283,28 +285,28 @@ def sets_batch(job: Job, size: int) -> bool:
 def layout_file(candidate: Candidate, job: Job, source: Source, cluster: Cluster, replica_batch: int) -> str:
     """The layout as a file that lies over the configuration."""
     modalities, schedule, samples, count = candidate
-    made = {name: said_of(one, job.modalities[name]) for name, one in modalities.items()}
+    settings = {name: said_of(modality, job.modalities[name]) for name, modality in modalities.items()}
     batching: dict[str, Any] = {"num_microbatches": count}
     batching |= {"microbatch_size": None} if job.strategy.microbatch_size is not None else {}
-    said: dict[str, Any] = {"modalities": made, "schedule": schedule, "batching": batching}
-    said |= {"timeline": None} if job.strategy.timeline is not None else {}  # that of the configured layout stays
-    strategy = {"class_path": STRATEGY, "init_args": said}
-    found: dict[str, Any] = {"trainer": {"devices": cluster.ranks, "num_nodes": cluster.nodes, "strategy": strategy}}
-    own, note = samples * count, ""
-    if own != replica_batch and job.strategy.microbatching != "loader":
-        note = f"# each replica takes {own} samples of a batch, and the data have {replica_batch}\n"
+    arguments: dict[str, Any] = {"modalities": settings, "schedule": schedule, "batching": batching}
+    arguments |= {"timeline": None} if job.strategy.timeline is not None else {}  # that of the configured layout stays
+    strategy = {"class_path": STRATEGY, "init_args": arguments}
+    content: dict[str, Any] = {"trainer": {"devices": cluster.ranks, "num_nodes": cluster.nodes, "strategy": strategy}}
+    batch_size, note = samples * count, ""
+    if batch_size != replica_batch and job.strategy.microbatching != "loader":
+        note = f"# each replica takes {batch_size} samples of a batch, and the data have {replica_batch}\n"
         if sets_batch(job, replica_batch):
-            kind, note, size = type(job.data), "", {"batch_size": own}
+            kind, note, size = type(job.data), "", {"batch_size": batch_size}
             path = f"{kind.__module__}.{kind.__qualname__}"
-            found["data"] = {"class_path": path, "init_args": size} if source.names_data else size
-    return note + yaml.safe_dump(found, sort_keys=False)
+            content["data"] = {"class_path": path, "init_args": size} if source.names_data else size
+    return note + yaml.safe_dump(content, sort_keys=False)
 
 
-def _numbers(one: Judged) -> Mapping[str, Any]:
-    return {"layout": words(one.candidate), **one.time._asdict(), "exposed": one.exposed, "peak": one.memory.peak}
+def _numbers(best: Judged) -> Mapping[str, Any]:
+    return {"layout": words(best.candidate), **best.time._asdict(), "exposed": best.exposed, "peak": best.memory.peak}
 
 
-def _own(job: Job, search: LayoutSearch, best: Judged) -> str:
+def _configured_layout(job: Job, search: LayoutSearch, best: Judged) -> str:
     """What keeps the configured layout from being the best."""
     if job.refused is not None:
         return f"The configured layout cannot run on these ranks. {job.refused}"
@@ -313,14 +315,14 @@ def _own(job: Job, search: LayoutSearch, best: Judged) -> str:
     if job.strategy.schedule not in SCHEDULES:
         return "The configured schedule is a table or a function, which is for one layout: it is not compared"
     size = max(search.batch // job.plan.layout.num_replicas // count, 1)
-    own = Candidate(job.plan.modalities, name_of(job.strategy.schedule), size, count)
+    candidate = Candidate(job.plan.modalities, name_of(job.strategy.schedule), size, count)
     try:
-        judged = replace(search, memory=2**62).judged(own)
+        judged = replace(search, memory=2**62).judged(candidate)
     except ConfigError as error:
         return f"The configured layout is refused. {error}"
     assert judged is not None, "without a bound"
     seconds, bubble = judged.time
-    text = f"The configured layout ({words(own)}) takes {1e3 * seconds:.4g} ms, of which ranks idle {bubble:.1%}"
+    text = f"The configured layout ({words(candidate)}) takes {1e3 * seconds:.4g} ms, of which ranks idle {bubble:.1%}"
     text += f" and wait for links {search.exposed(judged) / seconds:.1%}"
     if judged.memory.peak > search.memory:
         return f"{text}. Rank {judged.memory.rank} needs {memory_text(judged.memory.peak)}, more than there is"
@@ -359,20 +361,20 @@ def read_run(path: Path) -> MeasuredRun:
         content = json.loads(path.read_text(encoding="utf-8"))
         events, told = content["traceEvents"], content["otherData"]
         samples = float(told["samples"])
-        labels = {one["tid"]: str(one["args"]["name"]) for one in events if one["name"] == "thread_name"}
+        labels = {event["tid"]: str(event["args"]["name"]) for event in events if event["name"] == "thread_name"}
         simulated = {row for row, label in labels.items() if label.endswith("simulated")}
-        actions = [one for one in events if one["ph"] == "X" and one["tid"] not in simulated]
+        actions = [event for event in events if event["ph"] == "X" and event["tid"] not in simulated]
         times: dict[str, dict[str, list[float]]] = {}
-        for one in actions:
-            times.setdefault(one["args"]["stage"], {}).setdefault(one["cat"], []).append(float(one["dur"]) / 1e6)
-        ends = [float(one["ts"]) + float(one["dur"]) for one in actions]
-        seconds = (max(ends) - min(float(one["ts"]) for one in actions)) / 1e6
+        for event in actions:
+            times.setdefault(event["args"]["stage"], {}).setdefault(event["cat"], []).append(float(event["dur"]) / 1e6)
+        ends = [float(event["ts"]) + float(event["dur"]) for event in actions]
+        seconds = (max(ends) - min(float(event["ts"]) for event in actions)) / 1e6
     except OSError as error:
         raise ConfigError(_OPTION, str(path), f"It cannot be read: {error.strerror}", "Name a readable file") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _other_file(path) from error
-    durations = [seconds, samples, *(one for kinds in times.values() for several in kinds.values() for one in several)]
-    if not simulated or not all(0 <= one < math.inf for one in durations) or not seconds * samples:
+    durations = [seconds, samples, *(time for kinds in times.values() for series in kinds.values() for time in series)]
+    if not simulated or not all(0 <= duration < math.inf for duration in durations) or not seconds * samples:
         raise _other_file(path)
     stages = {stage: sum(map(statistics.median, kinds.values())) for stage, kinds in times.items()}
     return MeasuredRun(path, seconds, stages, samples, told)
@@ -399,18 +401,18 @@ def measured_scales(run: MeasuredRun, plan: Plan | None, costs: LayoutCosts) -> 
         raise ConfigError(_OPTION, str(run.path), rule, "Leave dp_size unset, or name as many ranks as the run had")
     expected = {"stages": sorted(plan.topology.members), **about(plan, costs.step.num_microbatches)}
     told = {**run.told, "stages": sorted(run.stages)}
-    for what, own in expected.items():
-        if told.get(what) != own:
-            rule = f"There {what} is {told.get(what)}, and in the configuration {own}"
+    for key, configured in expected.items():
+        if told.get(key) != configured:
+            rule = f"There {key} is {told.get(key)}, and in the configuration {configured}"
             raise ConfigError(_OPTION, str(run.path), rule, "Give the configuration of that run")
-    alone, doubled = (_seconds(plan, costs, scale, run.samples) for scale in (1.0, 2.0))
+    unscaled, doubled = (_seconds(plan, costs, scale, run.samples) for scale in (1.0, 2.0))
     scales = {name: [Measured(1.0, 1.0)] * len(row) for name, row in costs.rows.items()}
     for name, cuts in plan.partition.stages.items():
         for cut in cuts:
             stage = plan.topology.stage_of[cut.name]
-            layers, span = doubled[stage] - alone[stage], span_of(cut, cuts)
+            layers, span = doubled[stage] - unscaled[stage], span_of(cut, cuts)
             measured = run.stages[stage]
-            took = max(measured - (alone[stage] - layers), _LEAST * measured)
+            took = max(measured - (unscaled[stage] - layers), _LEAST * measured)
             scale = took / layers if layers > 0 else 1.0
             scales[name][span] = [Measured(scale, scale)] * len(scales[name][span])
     return scales

@@ -93,7 +93,7 @@ def simulate(arguments: Namespace, source: Source) -> None:
 def _check_size(strategy: MultimodalStrategy) -> None:
     """Refuse a step whose simulation would hardly end."""
     layout, count = strategy.layout, strategy.usual_microbatches()
-    forwards = sum(layout.microbatches(count)) * sum(one.num_cuts for one in strategy.modalities.values())
+    forwards = sum(layout.microbatches(count)) * sum(modality.num_cuts for modality in strategy.modalities.values())
     if forwards > _TOO_MANY:
         rule = f"A step has {forwards} forwards then, on {layout.size} ranks, and more than {_TOO_MANY} take minutes"
         fix = f"Use {_TOO_MANY * count // forwards}" if count * _TOO_MANY >= forwards else "Name fewer replicas"
@@ -108,9 +108,9 @@ def _compared(graph: Graph, configured: AnySchedule, *, unlike: bool) -> tuple[l
     forwards = sum(len(node.microbatches) for node in graph.nodes)
     if forwards <= MOST_FORWARDS:
         return schedules, []
-    kept = [schedule for schedule in schedules if schedule in ("gpipe", "1f1b", configured)]
-    names = ", ".join(name_of(schedule) for schedule in schedules if schedule not in kept)
-    return kept, [f"{names} are left out, which take minutes for {forwards} forwards: configure one to see it"]
+    quick = [schedule for schedule in schedules if schedule in ("gpipe", "1f1b", configured)]
+    names = ", ".join(name_of(schedule) for schedule in schedules if schedule not in quick)
+    return quick, [f"{names} are left out, which take minutes for {forwards} forwards: configure one to see it"]
 
 
 def _costed(job: Job, given: str | None) -> dict[str, Modality]:
@@ -234,36 +234,36 @@ def dryrun(arguments: Namespace, source: Source) -> None:
     classes = ranks_by_class(plan) if arguments.all else {arguments.rank: [arguments.rank]}
     step, notes = step_of(job, plan)
     estimates, runs = memory_of(plan, step), DryRuns(job)
-    found = [runs.of(rank) for rank in classes]
+    dry_runs = [runs.of(rank) for rank in classes]
     if arguments.json:
-        print(json.dumps([{**_plain(run), "equal_ranks": classes[run.rank]} for run in found], indent=2))
+        print(json.dumps([{**_plain(run), "equal_ranks": classes[run.rank]} for run in dry_runs], indent=2))
     else:
-        pages = [_shown(run, classes[run.rank], plan, estimates[run.rank]) for run in found]
+        pages = [_shown(run, classes[run.rank], plan, estimates[run.rank]) for run in dry_runs]
         show([*(part for page in pages for part in page), *notes])
 
 
 def ranks_by_class(plan: Plan) -> dict[int, list[int]]:
     """Return, by their first one, the ranks with equal work: equal stages and places in them, in any replica."""
-    found: dict[Any, list[int]] = {}
+    classes: dict[Any, list[int]] = {}
     for rank in range(plan.layout.size):
-        places = sorted((one.modality, one.pp, one.cp, one.tp) for one in plan.layout.places_of(rank))
-        found.setdefault(tuple(places), []).append(rank)
-    return {ranks[0]: ranks for ranks in found.values()}
+        places = sorted((place.modality, place.pp, place.cp, place.tp) for place in plan.layout.places_of(rank))
+        classes.setdefault(tuple(places), []).append(rank)
+    return {ranks[0]: ranks for ranks in classes.values()}
 
 
 def _check(module: LightningModule, plan: Plan) -> None:
     """Refuse what a dry run cannot answer for."""
     for name, modality in plan.modalities.items():
         for field, covered in _COVERED.items():
-            if (said := value_of(modality, field)) not in covered:
-                raise _uncovered(f"modalities.{name}.{path_of(field)}", said)
+            if (value := value_of(modality, field)) not in covered:
+                raise _uncovered(f"modalities.{name}.{path_of(field)}", value)
     if not module.automatic_optimization:
         raise _uncovered("automatic_optimization", False)
 
 
-def _uncovered(field: str, said: Any) -> ConfigError:
+def _uncovered(field: str, value: Any) -> ConfigError:
     rule = "A dry run does not cover it: other ranks cannot be answered for there, or numbers depend on values"
-    return ConfigError(field, said, rule, "Leave it out for the dry run, or ask mm5d inspect for an estimate")
+    return ConfigError(field, value, rule, "Leave it out for the dry run, or ask mm5d inspect for an estimate")
 
 
 def _plain(run: DryRun) -> dict[str, Any]:

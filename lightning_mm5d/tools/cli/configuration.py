@@ -75,7 +75,7 @@ class Source(NamedTuple):
     @property
     def names_data(self) -> bool:
         """Whether a file names the class of the data module, which the script makes else."""
-        return any(isinstance(d := one.get("data"), str) or "class_path" in (d or {}) for one in self.contents)
+        return any(isinstance(d := content.get("data"), str) or "class_path" in (d or {}) for content in self.contents)
 
 
 def prepare(
@@ -174,10 +174,10 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
     from jsonargparse import ArgumentError, ArgumentParser
 
     check_numbers(contents, overrides)
-    for said in ((content.get("trainer") or {}).get("strategy") for content in contents):
-        if isinstance(said, str) and said.rpartition(".")[2] == "MultimodalStrategy":
+    for setting in ((content.get("trainer") or {}).get("strategy") for content in contents):
+        if isinstance(setting, str) and setting.rpartition(".")[2] == "MultimodalStrategy":
             fix = "Write strategy: {class_path: lightning_mm5d.MultimodalStrategy}, or strategy: mm5d for replicas"
-            raise ConfigError("trainer.strategy", said, "A text is the name of a strategy that Lightning knows", fix)
+            raise ConfigError("trainer.strategy", setting, "A text is the name of a strategy that Lightning knows", fix)
     try:
         arguments = [part for content in contents for part in ("--config", _checked(content))]
         arguments += _overriding(overrides)
@@ -190,16 +190,16 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
         parser.add_argument(f"--{field}", type=types.get(field, Any), default=None)
     try:
         parsed = parser.parse_args(arguments)
-        made = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(parsed)
+        instances = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(parsed)
     except (ArgumentError, ValueError):  # the latter where a class is made of what has another type
         _check_as_written(arguments)
         raise
-    given = {field: value for field in _CHECKED if (value := made[field]) is not None}
-    _without_functions(given)
-    if "modalities" in given:
-        given["modalities"] = as_modalities(given["modalities"])
-    check_fields(given)
-    _check_world(contents, overrides, given)
+    fields = {field: value for field in _CHECKED if (value := instances[field]) is not None}
+    _without_functions(fields)
+    if "modalities" in fields:
+        fields["modalities"] = as_modalities(fields["modalities"])
+    check_fields(fields)
+    _check_world(contents, overrides, fields)
 
 
 def check_numbers(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> None:
@@ -208,29 +208,29 @@ def check_numbers(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str
     Raises:
         ConfigError: at the first such option.
     """
-    said: dict[str, Any] = {}
+    modalities: dict[str, Any] = {}
     for content in contents:
-        found: Any = content
+        section: Any = content
         for key in ("trainer", "strategy", "init_args", "modalities"):
-            found = found.get(key, found) if isinstance(found, Mapping) else None
-        if isinstance(found, Mapping):
-            said |= found
+            section = section.get(key, section) if isinstance(section, Mapping) else None
+        if isinstance(section, Mapping):
+            modalities |= section
     for name, value in _pairs(overrides):
         modality, _, field = name.partition("modalities.")[2].partition(".")
-        if field and type(stages := said.get(modality)) is int:
+        if field and type(stages := modalities.get(modality)) is int:
             rule = f"The file says {modality}: {stages}, which leaves no room for another field"
             fix = f"Write {modality}: {{pp_size: {stages}}} there"
             raise ConfigError(f"modalities.{modality}.{field}", value, rule, fix)
 
 
-def _without_functions(given: dict[str, Any]) -> None:
+def _without_functions(fields: dict[str, Any]) -> None:
     """Take out the import paths of functions, which only the parser of the LightningCLI imports."""
     for field in ("schedule", *FUNCTIONS):
-        if isinstance(path := given.get(field), str) and "." in path and not (field == "schedule" and is_table(path)):
-            del given[field]
+        if isinstance(path := fields.get(field), str) and "." in path and not (field == "schedule" and is_table(path)):
+            del fields[field]
 
 
-def _check_world(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str], given: Mapping[str, Any]) -> None:
+def _check_world(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str], fields: Mapping[str, Any]) -> None:
     """Refuse sizes that do not fill the ranks, where their number is written down."""
     trainer: dict[str, Any] = {}
     for content in contents:
@@ -244,14 +244,14 @@ def _check_world(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str]
     if trainer.get("devices", "auto") in ("auto", -1, "-1"):
         return
     per_node = devices(trainer["devices"])
-    modalities = given.get("modalities") or {"model": Modality()}
+    modalities = fields.get("modalities") or {"model": Modality()}
     loss_modality = loss_modality_of(modalities)
     Layout.build(
-        for_schedule(modalities, given.get("schedule"), loss_modality),
+        for_schedule(modalities, fields.get("schedule"), loss_modality),
         world_size=per_node * nodes,
         loss_modality=loss_modality,
         ranks_per_node=per_node,
-        placement=given.get("placement"),
+        placement=fields.get("placement"),
     )
 
 
@@ -291,12 +291,12 @@ def _check_as_written(arguments: Sequence[str]) -> None:
             continue
         if argument.startswith("--") and given:
             *path, last = name.split(".")
-            found: Any = {last: _loaded(argument, value)}
+            fields: Any = {last: _loaded(argument, value)}
             for key in reversed(path):
-                found = {key: found}
+                fields = {key: fields}
         else:
-            found = yaml.safe_load(argument)
-        _lay(written, found)
+            fields = yaml.safe_load(argument)
+        _lay(written, fields)
     if "modalities" in written:
         written["modalities"] = as_modalities(written["modalities"])
     written = {field: value for field, value in written.items() if value is not None}
@@ -320,22 +320,22 @@ def _lay(under: dict[str, Any], over: Mapping[str, Any]) -> None:
 def _checked(content: Mapping[str, Any]) -> str:
     """The fields to be checked as YAML."""
     trainer = content.get("trainer")
-    found: Any = content if "trainer" not in content and "model" not in content else {}
+    strategy: Any = content if "trainer" not in content and "model" not in content else {}
     if isinstance(trainer, dict):
-        found = trainer.get("strategy", {})
-    if found == "mm5d":
-        found = {}
-    if not isinstance(found, dict) or str(found.get("class_path", "MultimodalStrategy")).split(".")[-1] != (
+        strategy = trainer.get("strategy", {})
+    if strategy == "mm5d":
+        strategy = {}
+    if not isinstance(strategy, dict) or str(strategy.get("class_path", "MultimodalStrategy")).split(".")[-1] != (
         "MultimodalStrategy"
     ):
         raise _UnresolvedError
-    arguments = found.get("init_args", found)
+    arguments = strategy.get("init_args", strategy)
     if isinstance(arguments, dict):
         _check_keys(arguments, only_near="trainer" not in content)
-    said = _without_groups(arguments) if isinstance(arguments, dict) else {}
-    kept = {key: said[key] for key in _CHECKED if key in said}
-    text = yaml.safe_dump(kept, sort_keys=False)
-    if "${" in text or isinstance(kept.get("modalities"), str):
+    fields = _without_groups(arguments) if isinstance(arguments, dict) else {}
+    checked = {key: fields[key] for key in _CHECKED if key in fields}
+    text = yaml.safe_dump(checked, sort_keys=False)
+    if "${" in text or isinstance(checked.get("modalities"), str):
         raise _UnresolvedError
     return text
 
@@ -363,8 +363,8 @@ def _overriding(overrides: Sequence[str]) -> Iterator[str]:
         if group in OF_STRATEGY and inner:
             field = inner
         elif group in OF_STRATEGY:
-            for key, said in _without_groups({group: _loaded(name, value)}).items():
-                yield f"--{key}={said}"
+            for key, setting in _without_groups({group: _loaded(name, value)}).items():
+                yield f"--{key}={setting}"
             continue
         if name.startswith("--trainer.strategy."):
             _check_keys({group: value}, only_near=False)
@@ -375,14 +375,14 @@ def _overriding(overrides: Sequence[str]) -> Iterator[str]:
         yield f"--{field}={value}"
 
 
-def _without_groups(said: Mapping[str, Any]) -> dict[str, Any]:
+def _without_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the strategy by their names alone; raises ConfigError for groups that are none."""
-    found = dict(said)
-    if isinstance(kind := found.get("checkpoint"), str):
-        found["checkpoint"] = {"checkpoint_format": kind}
-    groups = {group: found.pop(group) for group in OF_STRATEGY if group in found}
+    fields = dict(arguments)
+    if isinstance(kind := fields.get("checkpoint"), str):
+        fields["checkpoint"] = {"checkpoint_format": kind}
+    groups = {group: fields.pop(group) for group in OF_STRATEGY if group in fields}
     made_groups(OF_STRATEGY, groups, "")
-    return found | {name: value for group in groups.values() for name, value in (group or {}).items()}
+    return fields | {name: value for group in groups.values() for name, value in (group or {}).items()}
 
 
 def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -412,19 +412,19 @@ _LONG = 20  # names; longer lists are not printed
 def one_line(message: str) -> str:
     """The message in one line, without the list of types that jsonargparse tried, and with the nearest key."""
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
-    kept = " ".join(line for line in lines if not line.startswith(_NOISE)).replace(_UNION, "")
-    text = " ".join((" ".join(lines) if kept.rstrip().endswith(":") else kept).split())
+    shortened = " ".join(line for line in lines if not line.startswith(_NOISE)).replace(_UNION, "")
+    text = " ".join((" ".join(lines) if shortened.rstrip().endswith(":") else shortened).split())
     advice = _suggestion(message)
     return f"{text.rstrip('.')}. {advice}" if advice else text
 
 
 def _suggestion(message: str) -> str:
     """``Did you mean 'pp_size'?`` for a key that some class does not accept; nothing for other messages."""
-    *_, found = [None, *_UNKNOWN.finditer(message)]
-    if found is None:
+    *_, match = [None, *_UNKNOWN.finditer(message)]
+    if match is None:
         return ""
-    path, _, key = (found["key"] or found["option"]).rpartition(".")
-    owner = found["owner"] or {"trainer": "lightning.pytorch.Trainer"}.get(path)
+    path, _, key = (match["key"] or match["option"]).rpartition(".")
+    owner = match["owner"] or {"trainer": "lightning.pytorch.Trainer"}.get(path)
     top = ["trainer", "model", "data", "seed_everything", *FIELDS, *map(path_of, _CHECKED)]
     known = _parameters(owner) if owner else [] if path else list(dict.fromkeys(top))
     if not known:
@@ -444,8 +444,8 @@ def _parameters(path: str) -> list[str]:
 
 
 def _signature(cls: type) -> Iterable[str]:
-    named = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
-    return [one.name for one in named if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
+    return [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
 
 
 FIELD = "--model"
@@ -478,7 +478,7 @@ def read_fields(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        inside = sorted(one.name for one in path.parent.iterdir())[:8] if path.parent.is_dir() else []
+        inside = sorted(file.name for file in path.parent.iterdir())[:8] if path.parent.is_dir() else []
         rule = f"It cannot be read ({error.strerror})" + (
             f"; beside it there are {', '.join(inside)}" if inside else ""
         )

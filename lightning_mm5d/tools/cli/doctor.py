@@ -44,16 +44,18 @@ def _packages() -> tuple[list[str], list[str], list[tuple[str, str]]]:
         extra = requirement.marker is not None
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": "plot"}):
             continue
-        found = _version(requirement.name)
-        versions.append((requirement.name, found or "missing"))
-        if found in ("2.6.2", "2.6.3") and requirement.name == "lightning":
-            failures.append(f"lightning {found} was a malicious upload (GHSA-w37p-236h-pfx3); install another version")
-        elif extra and found is None:
+        installed = _version(requirement.name)
+        versions.append((requirement.name, installed or "missing"))
+        if installed in ("2.6.2", "2.6.3") and requirement.name == "lightning":
+            failures.append(
+                f"lightning {installed} was a malicious upload (GHSA-w37p-236h-pfx3); install another version"
+            )
+        elif extra and installed is None:
             warnings.append("matplotlib is missing, so no pictures are drawn: pip install 'lightning_mm5d[plot]'")
-        elif found is None:
+        elif installed is None:
             failures.append(f"{requirement.name} is missing: pip install '{requirement}'")
-        elif not requirement.specifier.contains(found.partition("+")[0], prereleases=True):
-            warnings.append(f"{requirement.name} {found} was not tested: pip install '{requirement}'")
+        elif not requirement.specifier.contains(installed.partition("+")[0], prereleases=True):
+            warnings.append(f"{requirement.name} {installed} was not tested: pip install '{requirement}'")
     versions.append(("numpy", _version("numpy") or "missing"))
     for name in ("torch", "lightning", "transformers"):
         if _version(name) and not any(failure.startswith(f"{name} ") for failure in failures):
@@ -71,41 +73,41 @@ def _torch() -> tuple[list[str], dict[str, str], dict[str, list[str]]]:
         f"cpu, {torch.get_num_threads()} threads",
         *(f"cuda:{n}, {torch.cuda.get_device_name(n)}" for n in range(gpus)),
     ]
-    found: dict[str, list[str]] = {"failures": [], "warnings": []}
+    problems: dict[str, list[str]] = {"failures": [], "warnings": []}
     if not dist.is_available():
-        found["failures"].append("torch is built without torch.distributed")
-        return devices, dict.fromkeys(_BACKENDS, "no"), found
+        problems["failures"].append("torch is built without torch.distributed")
+        return devices, dict.fromkeys(_BACKENDS, "no"), problems
     backends = {
         "gloo": "yes" if dist.is_gloo_available() else "no",
         "nccl": "no" if not dist.is_nccl_available() else "yes" if gpus else "no, there is no GPU",
         "mpi": "yes" if dist.is_mpi_available() else "no",
     }
     if backends["gloo"] == "no":
-        found["failures"].append("gloo is missing, which groups on CPUs and the control messages of all groups need")
+        problems["failures"].append("gloo is missing, which groups on CPUs and the control messages of all groups need")
     if backends["nccl"] != "yes":
         reason = "the GPUs exchange through gloo, which is slow" if gpus else "only CPUs train here"
-        found["warnings"].append(f"process_group_backend=nccl would not work: {reason}")
+        problems["warnings"].append(f"process_group_backend=nccl would not work: {reason}")
     if gpus:
-        found["warnings"] += gpu_settings(os.environ)
-    found["failures"] += _problem("a gloo group cannot start; try GLOO_SOCKET_IFNAME=lo", _start_group)
-    found["failures"] += _problem("the strategy cannot be imported", _import("lightning_mm5d.strategy"))
-    return devices, backends, found
+        problems["warnings"] += gpu_settings(os.environ)
+    problems["failures"] += _problem("a gloo group cannot start; try GLOO_SOCKET_IFNAME=lo", _start_group)
+    problems["failures"] += _problem("the strategy cannot be imported", _import("lightning_mm5d.strategy"))
+    return devices, backends, problems
 
 
 def gpu_settings(environment: Mapping[str, str]) -> list[str]:
     """Return what to set in the environment of ranks on GPUs, and why; nothing where all is set."""
-    found = []
+    advice = []
     connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     if not connections.isdecimal() or int(connections) < _CONNECTIONS:
-        found.append(
+        advice.append(
             f"set CUDA_DEVICE_MAX_CONNECTIONS={_CONNECTIONS} (it is {connections}): messages of several groups, copies "
             "and computation have streams of their own, which would wait for each other in fewer queues of the device"
         )
     allocator = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if "expandable_segments:True" not in allocator:
         settings = ",".join(filter(None, (allocator, "expandable_segments:True")))
-        found.append(f"set PYTORCH_ALLOC_CONF={settings}: batches of unlike lengths leave fewer fragments of memory")
-    return found
+        advice.append(f"set PYTORCH_ALLOC_CONF={settings}: batches of unlike lengths leave fewer fragments of memory")
+    return advice
 
 
 def _start_group() -> None:

@@ -53,12 +53,12 @@ class ElasticStrategy(MultimodalStrategy):
         self, module: pl.LightningModule, *data: Any, callbacks: Sequence[pl.Callback] = ()
     ) -> None:
         if TorchElasticEnvironment.detect():
-            found = agreed(lambda: self._other_layout(module, data))
-            if found is not None:
-                lay_out(self, as_modalities(found["modalities"]), found["schedule"], found["microbatches"])
-                for one in data:
-                    if isinstance(one, pl.LightningDataModule) and found["batch_size"] is not None:
-                        _set_batch_size(one, found["batch_size"])
+            layout = agreed(lambda: self._other_layout(module, data))
+            if layout is not None:
+                lay_out(self, as_modalities(layout["modalities"]), layout["schedule"], layout["microbatches"])
+                for source in data:
+                    if isinstance(source, pl.LightningDataModule) and layout["batch_size"] is not None:
+                        _set_batch_size(source, layout["batch_size"])
         super().validate_before_launch(module, *data, callbacks=callbacks)
 
     def _other_layout(self, module: pl.LightningModule, data: Sequence[Any]) -> dict[str, Any] | None:
@@ -82,7 +82,9 @@ class ElasticStrategy(MultimodalStrategy):
             candidate, replica_batch = best(job, _cluster(self.num_nodes, self.num_processes), usual)
         size = candidate.samples * candidate.microbatches
         return {
-            "modalities": {name: said_of(one, job.modalities[name]) for name, one in candidate.modalities.items()},
+            "modalities": {
+                name: said_of(modality, job.modalities[name]) for name, modality in candidate.modalities.items()
+            },
             "schedule": candidate.schedule,
             "microbatches": candidate.microbatches,
             "batch_size": size if size != replica_batch and sets_batch(job, replica_batch) else None,
@@ -92,7 +94,7 @@ class ElasticStrategy(MultimodalStrategy):
         """Return what a call of the trainer trains, of which a search changes nothing."""
         precision = str(self.precision_plugin.precision)
         copy = copy_without_memory(configured(module, self.precision_plugin))
-        source = next((one for one in data if isinstance(one, pl.LightningDataModule)), None)
+        source = next((source for source in data if isinstance(source, pl.LightningDataModule)), None)
         if source is None and data and data[0] is not None:
             source = pl.LightningDataModule()
             vars(source)["train_dataloader"] = lambda: _copied(data[0])
@@ -140,12 +142,12 @@ def with_layout(arguments: Sequence[str], file: Path) -> list[str]:
     if not environment.detect():
         return list(arguments)
 
-    def found() -> str:
+    def searched_layout() -> str:
         per_node = int(os.environ["LOCAL_WORLD_SIZE"])
         configs, options = configurations(arguments)
         return elastic_layout(prepare(configs, None, options), environment.world_size() // per_node, per_node)
 
-    text = agreed(found)
+    text = agreed(searched_layout)
     if not text:
         return list(arguments)
     file.write_text(text, encoding="utf-8")
@@ -187,17 +189,17 @@ def best(job: Job, cluster: Cluster, replicas: int | None) -> tuple[Candidate, i
     Raises:
         ConfigError: no layout of these ranks can run.
     """
-    own_ranks = sum(one.own_ranks_per_replica for one in job.modalities.values())
+    own_ranks = sum(modality.own_ranks_per_replica for modality in job.modalities.values())
     for count in dict.fromkeys((replicas, max(cluster.size // own_ranks, 1))):
         with quiet():
             search, replica_batch = search_of(job, cluster, None, tracer(job), replicas=count)
-            found = search.best()
-        if found:
+            layouts = search.best()
+        if layouts:
             break
     else:
         raise search.refusal()
-    warn([f"elastic: {cluster.size} ranks train {search.batch} samples a step as {words(found[0].candidate)}"])
-    return found[0].candidate, replica_batch
+    warn([f"elastic: {cluster.size} ranks train {search.batch} samples a step as {words(layouts[0].candidate)}"])
+    return layouts[0].candidate, replica_batch
 
 
 def agreed(find: Callable[[], Any]) -> Any:
@@ -211,22 +213,22 @@ def agreed(find: Callable[[], Any]) -> Any:
     rank, store = environment.global_rank(), round_store(environment, _SEARCHES)
     reports = RankReports(store, "elastic layout", rank=rank, world_size=environment.world_size(), timeout=_SEARCHES)
     value: Any = None
-    said: Any = None
+    problem: Any = None
     failed: Exception | None = None
     if rank == 0:
         try:
             value = find()
         except ConfigError as error:
-            failed, said = error, [error.field, str(error.got), error.rule, error.fix]
+            failed, problem = error, [error.field, str(error.got), error.rule, error.fix]
         except Exception as error:
-            failed, said = error, f"{type(error).__name__}: {error}"
-        reports.tell("found", [value, said])
-    value, said = reports.hear("found")
+            failed, problem = error, f"{type(error).__name__}: {error}"
+        reports.tell("found", [value, problem])
+    value, problem = reports.hear("found")
     reports.part("found")
     if failed is not None:
         raise failed
-    if isinstance(said, list):
-        raise ConfigError(*said)
-    if said is not None:
-        raise repeated(RankLostError(f"rank 0: {said}"), 0, said)
+    if isinstance(problem, list):
+        raise ConfigError(*problem)
+    if problem is not None:
+        raise repeated(RankLostError(f"rank 0: {problem}"), 0, problem)
     return value

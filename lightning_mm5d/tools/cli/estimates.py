@@ -41,10 +41,10 @@ def first_microbatch(job: Job, *, prepares: bool = True, fullest: bool = False) 
     module, parts = job.module, _first_parts(job, prepares=prepares)
     assert module is not None
     dtype: Any = module.dtype
-    part = (max(parts, key=lambda one: sum(_elements(one).values())) if fullest else _usual(parts)).batch
+    part = (max(parts, key=lambda microbatch: sum(_elements(microbatch).values())) if fullest else _usual(parts)).batch
     part = module.transfer_batch_to_device(module.on_before_batch_transfer(part, 0), module.device, 0)
     if dtype != torch.float32:  # as the precision plugins of Lightning do where the module is not 32-bit
-        part = apply_to_collection(part, torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one)
+        part = apply_to_collection(part, torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
     return module.on_after_batch_transfer(part, 0)
 
 
@@ -64,7 +64,7 @@ def first_samples(job: Job) -> tuple[int, int]:
 
 def _elements(part: Microbatch) -> Counter[Path]:
     """How many elements the tensors of a microbatch have, by field."""
-    return Counter({path: one.numel() for path, one in leaves(part.batch) if isinstance(one, torch.Tensor)})
+    return Counter({path: tensor.numel() for path, tensor in leaves(part.batch) if isinstance(tensor, torch.Tensor)})
 
 
 def _usual(parts: Sequence[Microbatch]) -> Microbatch:
@@ -73,8 +73,8 @@ def _usual(parts: Sequence[Microbatch]) -> Microbatch:
     mean = {path: total / len(parts) for path, total in sum(sizes, Counter[Path]()).items()}
 
     def distance(number: int) -> tuple[int, float]:
-        own = sizes[number]
-        return sum(not own[path] for path in mean), sum(abs(own[path] / mean[path] - 1) for path in mean)
+        elements = sizes[number]
+        return sum(not elements[path] for path in mean), sum(abs(elements[path] / mean[path] - 1) for path in mean)
 
     return parts[min(range(len(parts)), key=distance)]
 
@@ -86,9 +86,9 @@ def _first_parts(job: Job, *, prepares: bool) -> Any:
     source: Any = module if data is None else data
     with ExitStack() as stack:
         if vars(source).get("trainer") is None:  # a property of modules, which raises
-            known: Any = SimpleNamespace(**vars(TRAINER), lightning_module=module, datamodule=data)
+            trainer: Any = SimpleNamespace(**vars(TRAINER), lightning_module=module, datamodule=data)
             stack.callback(setattr, source, "trainer", None)
-            source.trainer = known
+            source.trainer = trainer
         if data is not None:
             if prepares:
                 data.prepare_data()
@@ -125,9 +125,9 @@ def step_of(job: Job, plan: Plan, traced: Callable[[Plan], Trace] | None = None)
         states = OptimizerStates(module, remade)
     except Exception as error:  # a user's code
         notes.append(f"The states of optimizers are not counted: configure_optimizers fails here ({reason(error)})")
-    found: Trace | None = None
+    activations: Trace | None = None
     try:
-        found = (traced or tracer(job, fullest=True))(plan)
+        activations = (traced or tracer(job, fullest=True))(plan)
     except Exception as error:  # a user's code
         notes.append(f"Activations are not counted: a step without memory fails here ({reason(error)})")
     step = Step(
@@ -135,7 +135,7 @@ def step_of(job: Job, plan: Plan, traced: Callable[[Plan], Trace] | None = None)
         strategy.schedule,
         strategy.usual_microbatches(),
         states,
-        found,
+        activations,
         bucket_bytes=strategy.bucket_bytes,
         accumulates=job.accumulates,
     )
@@ -145,7 +145,7 @@ def step_of(job: Job, plan: Plan, traced: Callable[[Plan], Trace] | None = None)
 def may_share(step: Step) -> bool:
     """Whether the optimizers may work on a part of each parameter: they look at one element at a time."""
     optimizers = [] if step.states is None else step.states.optimizers
-    return bool(optimizers) and all(dependence(one) == (False, False) for one in optimizers)
+    return bool(optimizers) and all(dependence(optimizer) == (False, False) for optimizer in optimizers)
 
 
 def tracer(job: Job, *, fullest: bool = False) -> Callable[[Plan], Trace]:
@@ -156,7 +156,7 @@ def tracer(job: Job, *, fullest: bool = False) -> Callable[[Plan], Trace]:
 
     def traced(plan: Plan) -> Trace:
         assert module is not None
-        given = copied(batch())  # a step may take something out of it
-        return trace(module, given, plan.partition, plan.modalities, plan.division, context, plan.experts)
+        microbatch = copied(batch())  # a step may take something out of it
+        return trace(module, microbatch, plan.partition, plan.modalities, plan.division, context, plan.experts)
 
     return traced

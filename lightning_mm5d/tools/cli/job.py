@@ -61,14 +61,14 @@ class RecipeCLI(LightningCLI):
         """Show tokens per second and MFU in the progress bar, unless the configuration says how."""
         callbacks = vars(self.trainer)["callbacks"]
         is_ours = isinstance(self.trainer.strategy, MultimodalStrategy)
-        if is_ours and not any(isinstance(one, ModalityThroughput) for one in callbacks):
+        if is_ours and not any(isinstance(callback, ModalityThroughput) for callback in callbacks):
             callbacks.insert(0, ModalityThroughput(prog_bar=True))
 
     def after_fit(self) -> None:
         """Print what the last validation measured, on the first rank."""
-        found = {name: float(value) for name, value in self.trainer.callback_metrics.items() if name.startswith("val_")}
-        if found and self.trainer.is_global_zero:
-            print("last validation: " + ", ".join(f"{name[4:]} {value:.4g}" for name, value in sorted(found.items())))
+        metrics = {key: float(value) for key, value in self.trainer.callback_metrics.items() if key.startswith("val_")}
+        if metrics and self.trainer.is_global_zero:
+            print("last validation: " + ", ".join(f"{name[4:]} {value:.4g}" for name, value in sorted(metrics.items())))
 
 
 def command_line(contents: Sequence[Mapping[str, Any]], options: Sequence[str] = ()) -> Any:
@@ -79,11 +79,11 @@ def command_line(contents: Sequence[Mapping[str, Any]], options: Sequence[str] =
         options: that lie on top of them.
     """
     named = {
-        key: any(isinstance(one.get(key), str) or "class_path" in (one.get(key) or {}) for one in contents)
+        key: any(isinstance(content.get(key), str) or "class_path" in (content.get(key) or {}) for content in contents)
         or any(option.split("=")[0] in (f"--{key}", f"--{key}.class_path") for option in options)
         for key in ("model", "data")
     }
-    has_data = any("data" in one for one in contents) or any(option.startswith("--data.") for option in options)
+    has_data = any("data" in content for content in contents) or any(option.startswith("--data.") for option in options)
     module = None if named["model"] else MultimodalModule
     data = None if named["data"] or (named["model"] and not has_data) else MultimodalDataModule
     return partial(RecipeCLI, module, data, save_config_kwargs={"overwrite": True})
@@ -108,23 +108,23 @@ def is_elastic(arguments: Sequence[str]) -> bool:
     configs, options = configurations(arguments)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--elastic", type=yaml.safe_load)
-    said = [
+    flags = [
         *(content.get("elastic") for content in map(_content, configs)),
         parser.parse_known_args(options)[0].elastic,
     ]
-    return arguments[0] == "fit" and next((one for one in reversed(said) if one is not None), False) is True
+    return arguments[0] == "fit" and next((flag for flag in reversed(flags) if flag is not None), False) is True
 
 
 def configurations(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Return the files that arguments of a LightningCLI name, and the options beside them and the subcommand."""
-    found, others, rest = list[Path](), list[str](), iter(arguments[1:])
+    files, others, rest = list[Path](), list[str](), iter(arguments[1:])
     for argument in rest:
         name, given, value = argument.partition("=")
         if name in ("--config", "-c"):
-            found.append(Path(value if given else next(rest, "")))
+            files.append(Path(value if given else next(rest, "")))
         else:
             others.append(argument)
-    return found, others
+    return files, others
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _content(path: Path) -> dict[str, Any]:
 # what Lightning's precision plugins make of a module's parameters; all other settings leave them alone
 DTYPES = {"64-true": torch.float64, "64": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 _ARGUMENTS = frozenset(
-    f for made in (MultimodalStrategy, fields_of_strategy) for f in inspect.signature(made).parameters
+    f for owner in (MultimodalStrategy, fields_of_strategy) for f in inspect.signature(owner).parameters
 )
 STRATEGY = "lightning_mm5d.MultimodalStrategy"
 """the path of the strategy's class"""
@@ -202,10 +202,10 @@ def _check_models(source: Source) -> None:
     paths = [model.get("class_path") if isinstance(model, dict) else model for model in models]
     for path in filter(None, paths):
         owner, _, name = str(path).rpartition(".")
-        found: list[Any] = []
+        classes: list[Any] = []
         with suppress(ImportError, ValueError):
-            found.append(getattr(import_module(owner), name, None))
-        check_package("model", found)
+            classes.append(getattr(import_module(owner), name, None))
+        check_package("model", classes)
 
 
 def _without_model(content: dict[str, Any]) -> dict[str, Any]:
@@ -300,11 +300,11 @@ def _parsed(
         del settings[key]  # callbacks and loggers need not be made
 
     def make() -> tuple[LightningModule, Any]:
-        made = _instantiate(parser, parsed)
-        made = made[command[0]] if command else made
+        instances = _instantiate(parser, parsed)
+        instances = instances[command[0]] if command else instances
         if with_memory:
-            made.model.configure_model()
-        return made.model, made.get("data")
+            instances.model.configure_model()
+        return instances.model, instances.get("data")
 
     try:
         with nullcontext() if with_memory else made_construction().without_memory():
@@ -330,10 +330,10 @@ def _strategy(given: Any) -> tuple[MultimodalStrategy, Mapping[str, Modality]]:
     written = None
     if isinstance(given, Namespace):
         settings = given.as_dict()
-        given = _made(settings)
+        given = _strategy_of(settings)
         if isinstance(given, MultimodalStrategy) and settings.get("init_args", {}).get("schedule") == "zbv":
             # under another schedule it takes them as they are
-            written = _made({**settings, "init_args": {**settings["init_args"], "schedule": "1f1b"}})
+            written = _strategy_of({**settings, "init_args": {**settings["init_args"], "schedule": "1f1b"}})
     if given == "mm5d":
         given = MultimodalStrategy()
     if not isinstance(given, MultimodalStrategy):
@@ -343,14 +343,14 @@ def _strategy(given: Any) -> tuple[MultimodalStrategy, Mapping[str, Modality]]:
     return given, (written or given).modalities
 
 
-def _made(settings: dict[str, Any]) -> Any:
+def _strategy_of(settings: dict[str, Any]) -> Any:
     # by a parser of its own: that of the trainer's `str | Strategy` would bury a ConfigError
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--strategy", type=Strategy)
-    made = _instantiate(parser, parser.parse_object({"strategy": settings})).strategy
-    if isinstance(made, MultimodalStrategy):
-        made.raise_refused()
-    return made
+    strategy = _instantiate(parser, parser.parse_object({"strategy": settings})).strategy
+    if isinstance(strategy, MultimodalStrategy):
+        strategy.raise_refused()
+    return strategy
 
 
 class _FirstRank(LightningEnvironment):
@@ -380,10 +380,10 @@ def needed_ranks(modalities: Mapping[str, Modality]) -> int:
     It has as many as `pipelines` lists, or one of the shortest that `pipelines` allows.
     """
     least = {
-        name: with_fields(one, pipelines=None, pp_size=one.pipeline.pipelines["min"])
-        if isinstance(one.pipeline.pipelines, Mapping)
-        else one
-        for name, one in modalities.items()
+        name: with_fields(modality, pipelines=None, pp_size=modality.pipeline.pipelines["min"])
+        if isinstance(modality.pipeline.pipelines, Mapping)
+        else modality
+        for name, modality in modalities.items()
     }
     count = max(len(modality.lengths) for modality in modalities.values()) or 1
 
@@ -396,18 +396,18 @@ def needed_ranks(modalities: Mapping[str, Modality]) -> int:
 
 def durations(given: str | None, modalities: Mapping[str, Modality]) -> dict[str, float]:
     """Return the durations of ``--cost`` by name of the modality."""
-    found: dict[str, float] = {}
+    costs: dict[str, float] = {}
     for part in given.split(",") if given is not None else ():
         name, _, number = part.partition("=")
         check_name("--cost", name, modalities)
         try:
-            found[name] = float(number)
+            costs[name] = float(number)
         except ValueError:
-            found[name] = math.nan
-        if not 0 < found[name] < math.inf:
+            costs[name] = math.nan
+        if not 0 < costs[name] < math.inf:
             rule = "A forward takes a positive, finite time"
             raise ConfigError("--cost", part, rule, f"Write for instance --cost {name}=1.5")
-    return found
+    return costs
 
 
 def check_name(option: str, name: str, modalities: Mapping[str, Modality]) -> None:

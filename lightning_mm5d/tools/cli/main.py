@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if next(iter(given), "") in _TRAINING:
         return _attempt(lambda: _train(given))
     parser, parsers = _parser()
-    own, overrides = _split(given, parsers)
-    arguments = parser.parse_args(own)
+    command_args, overrides = _split(given, parsers)
+    arguments = parser.parse_args(command_args)
     if arguments.command is None:
         parser.print_help()
         return 0
@@ -130,7 +130,7 @@ def _convert(file: Path, out: Path | None) -> None:
 
     conversion = read_configuration(file)
     check_fields({**conversion.strategy, "modalities": as_modalities(conversion.strategy["modalities"])})
-    warn(f"{one.name}={one.got!r} has no equal. {one.about}" for one in conversion.of("results"))
+    warn(f"{entry.name}={entry.got!r} has no equal. {entry.about}" for entry in conversion.of("results"))
     if out is None:
         print(as_yaml(conversion), end="")
         return
@@ -232,32 +232,32 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         "Show which rank holds what; or with --model and without CONFIG, what is found in a model and which degrees "
         "of parallelism would work, without its weights."
     )
-    one = add("inspect", "show which rank holds what", about)
-    one.add_argument(
+    command = add("inspect", "show which rank holds what", about)
+    command.add_argument(
         "--model", metavar="NAME", help="import path of a class, config.json of Hugging Face, or a folder with one"
     )
-    one.add_argument("--tp", type=int, default=2, metavar="N", help="with --model: the tp_size that is tried (2)")
-    one.add_argument("--pp", type=int, default=2, metavar="N", help="with --model: the pp_size that is tried (2)")
-    one.add_argument("--config", type=Path, metavar="FILE", help="with --model: a layout, which is shown too")
+    command.add_argument("--tp", type=int, default=2, metavar="N", help="with --model: the tp_size that is tried (2)")
+    command.add_argument("--pp", type=int, default=2, metavar="N", help="with --model: the pp_size that is tried (2)")
+    command.add_argument("--config", type=Path, metavar="FILE", help="with --model: a layout, which is shown too")
 
     about = (
         "Show how long ranks would idle, under every schedule and rank by rank under the configured one. A CONFIG "
         "without a model, or with nothing but the arguments of the strategy (modalities, num_microbatches, schedule), "
         "is simulated from its sizes."
     )
-    one = add("simulate", "show how long ranks would idle", about)
-    one.add_argument(
+    command = add("simulate", "show how long ranks would idle", about)
+    command.add_argument(
         "--cost",
         metavar="NAME=NUMBER,...",
         help="duration of a forward on each pipeline rank of these modalities, instead of an estimate; without a model "
         "it is 1 where nothing is said",
     )
-    one.add_argument(
+    command.add_argument(
         "--frozen",
         metavar="NAME,...",
         help="modalities of which nothing is trained; only where there is no model to say so by requires_grad",
     )
-    one.add_argument(
+    command.add_argument(
         "--out",
         action="append",
         default=[],
@@ -271,37 +271,37 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         "Search sizes, placements, schedules, microbatches, recomputation and ZeRO together, for the shortest step on "
         "a cluster that fits into the memory of its ranks."
     )
-    one = add("plan", "search a better layout", about)
-    one.add_argument("--ranks", type=int, metavar="N", help="number of ranks, instead of those configured")
-    one.add_argument(
+    command = add("plan", "search a better layout", about)
+    command.add_argument("--ranks", type=int, metavar="N", help="number of ranks, instead of those configured")
+    command.add_argument(
         "--memory", "--memory-limit", metavar="SIZE", help="most memory of a rank, for instance 80GiB; any where unset"
     )
-    one.add_argument(
+    command.add_argument(
         "--cluster",
         type=Path,
         metavar="FILE",
         help="nodes, memory, links and devices in YAML, in place of usual ones; mm5d doctor --links writes one",
     )
-    one.add_argument("--batch", type=int, metavar="N", help="samples of a step, instead of those configured")
-    one.add_argument(
+    command.add_argument("--batch", type=int, metavar="N", help="samples of a step, instead of those configured")
+    command.add_argument(
         "--cost",
         metavar="NAME=SECONDS,...",
         help="seconds of the forward of a microbatch through a whole modality, instead of an estimate",
     )
-    one.add_argument(
+    command.add_argument(
         "--measure",
         action="store_true",
         help="time the forward of every layer several times on one microbatch of the training data, here, instead of "
         "estimating it",
     )
-    one.add_argument(
+    command.add_argument(
         "--from",
         dest="run",
         type=Path,
         metavar="FILE",
         help="take what layers cost from a run of the configured layout, from its timeline: FILE.json",
     )
-    one.add_argument(
+    command.add_argument(
         "--write", "--out", type=Path, metavar="FILE", help="write the best layout, a file to lay over CONFIG"
     )
 
@@ -309,12 +309,12 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         "Run one rank's real code in this process: setup, plan, groups, layers, two training steps and optimizers, on "
         "tensors without memory. Other ranks are answered for. Shows memory, messages and time on the host."
     )
-    one = add("dryrun", "run one rank of a cluster without the cluster", about)
-    one.add_argument(
+    command = add("dryrun", "run one rank of a cluster without the cluster", about)
+    command.add_argument(
         "--world", type=int, metavar="N", help="number of ranks, eight on each node, instead of those configured"
     )
-    one.add_argument("--rank", type=int, default=0, metavar="R", help="which rank (0)")
-    one.add_argument("--all", action="store_true", help="one rank of each class of ranks with equal work")
+    command.add_argument("--rank", type=int, default=0, metavar="R", help="which rank (0)")
+    command.add_argument("--all", action="store_true", help="one rank of each class of ranks with equal work")
 
     _add_checkpoint_commands(commands)
 
@@ -323,19 +323,19 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         "(MultimodalParallelPlugin) or MindFormers (parallel_config) as YAML for a LightningCLI, and list what has no "
         "equal. Nothing of the file is run."
     )
-    one = commands.add_parser("convert", description=about, help="convert a configuration of another system")
-    one.add_argument("file", type=Path, metavar="FILE", help="Python, YAML or JSON")
-    one.add_argument("--out", type=Path, metavar="FILE", help="write the YAML there, and print the list alone")
+    command = commands.add_parser("convert", description=about, help="convert a configuration of another system")
+    command.add_argument("file", type=Path, metavar="FILE", help="Python, YAML or JSON")
+    command.add_argument("--out", type=Path, metavar="FILE", help="write the YAML there, and print the list alone")
 
     about = "Show versions, devices and backends, and what would not work here."
-    one = commands.add_parser("doctor", description=about, help="show versions, devices and what would not work")
-    one.add_argument(
+    command = commands.add_parser("doctor", description=about, help="show versions, devices and what would not work")
+    command.add_argument(
         "--links",
         action="store_true",
         help="measure the links between the processes that this is started with (torchrun), or two here where it is "
         "alone, and print the file of a cluster for mm5d plan --cluster",
     )
-    one.add_argument("--out", type=Path, metavar="FILE", help="with --links: write the file there, too")
+    command.add_argument("--out", type=Path, metavar="FILE", help="with --links: write the file there, too")
     return parser, commands.choices
 
 
@@ -351,35 +351,35 @@ def _add_checkpoint_commands(commands: argparse._SubParsersAction[argparse.Argum
         "Write a checkpoint, sharded or full, as Hugging Face loads it: weights in safetensors, configuration, "
         "processors; an adapter as PEFT has it. No more than one tensor is in memory at a time."
     )
-    one = commands.add_parser(
+    parser = commands.add_parser(
         "export", parents=[shared], description=about, help="write a checkpoint for Hugging Face or plain Lightning"
     )
-    one.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="file or folder")
-    one.add_argument("folder", type=Path, metavar="DIR", help="new folder, or with --format lightning a new file")
-    one.add_argument(
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="file or folder")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="new folder, or with --format lightning a new file")
+    parser.add_argument(
         "--format",
         choices=("huggingface", "lightning"),
         default="huggingface",
         help="huggingface (default), or lightning for one file with everything in it",
     )
-    one.add_argument(
+    parser.add_argument(
         "--module", metavar="PATH", help="the model's path in the LightningModule, where there are several"
     )
-    one.add_argument(
+    parser.add_argument(
         "--config",
         type=Path,
         metavar="FILE",
         help="config.json of the model, or a folder with one, for a checkpoint that was saved without this strategy",
     )
-    one.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="most bytes of a file of weights (5GB)")
-    one.add_argument("--dtype", help="dtype of all floating-point tensors, for instance bfloat16")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="most bytes of a file of weights (5GB)")
+    parser.add_argument("--dtype", help="dtype of all floating-point tensors, for instance bfloat16")
 
     group = commands.add_parser("checkpoint", help="show what a checkpoint holds")
     actions = group.add_subparsers(metavar="ACTION", required=True)
     about = "Show a checkpoint's step, layout, files and models."
-    one = actions.add_parser("show", parents=[shared], description=about, help="print what a checkpoint holds")
-    one.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="file or folder")
-    one.add_argument("--verify", action="store_true", help="read all of it, and compare it with its checksums")
+    parser = actions.add_parser("show", parents=[shared], description=about, help="print what a checkpoint holds")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="file or folder")
+    parser.add_argument("--verify", action="store_true", help="read all of it, and compare it with its checksums")
 
 
 def _split(argv: Sequence[str], parsers: Mapping[str, argparse.ArgumentParser]) -> tuple[list[str], list[str]]:
@@ -387,21 +387,21 @@ def _split(argv: Sequence[str], parsers: Mapping[str, argparse.ArgumentParser]) 
     if next(iter(argv), "") not in _CONFIGURED or _names_model_alone(argv):
         return list(argv), []
     known = private(parsers[argv[0]], "_option_string_actions").keys() - _OF_A_MODEL
-    own, overrides, rest = [], [], iter(argv)
+    command_args, overrides, rest = [], [], iter(argv)
     for argument in rest:
         if not argument.startswith("--") or argument.split("=")[0] in known:
-            own.append(argument)
+            command_args.append(argument)
         else:
             overrides += [argument] if "=" in argument else [argument, *islice(rest, 1)]
-    return own, overrides
+    return command_args, overrides
 
 
 def _names_model_alone(argv: Sequence[str]) -> bool:
     """Whether ``inspect`` is given a model, and no configuration that the model's options would override."""
-    if argv[0] != "inspect" or not any(one.split("=")[0] == "--model" for one in argv):
+    if argv[0] != "inspect" or not any(arg.split("=")[0] == "--model" for arg in argv):
         return False
-    values = {at + 1 for at, one in enumerate(argv) if one.startswith("--") and one != "--json" and "=" not in one}
-    return all(one.startswith("--") or at in values for at, one in enumerate(argv[1:], start=1))
+    values = {at + 1 for at, arg in enumerate(argv) if arg.startswith("--") and arg != "--json" and "=" not in arg}
+    return all(arg.startswith("--") or at in values for at, arg in enumerate(argv[1:], start=1))
 
 
 if __name__ == "__main__":

@@ -71,8 +71,8 @@ def named_model(name: str) -> pl.LightningModule:
         ConfigError: there is no such model, or it cannot be built so.
     """
     file = configuration_file(name)
-    made = _of_class(name) if file is None else _of_configuration(file)
-    return configured(made, Precision()) if isinstance(made, pl.LightningModule) else Shown(made)
+    model = _of_class(name) if file is None else _of_configuration(file)
+    return configured(model, Precision()) if isinstance(model, pl.LightningModule) else Shown(model)
 
 
 def _of_configuration(path: Path) -> nn.Module:
@@ -212,7 +212,9 @@ class Findings:
             )
             for part in self.parts
         ]
-        tries = [(one.modality, one.setting, "yes" if one.works else "no", one.text or "-") for one in self.tries]
+        tries = [
+            (trial.modality, trial.setting, "yes" if trial.works else "no", trial.text or "-") for trial in self.tries
+        ]
         return [
             f"model       {self.model}\nparameters  {self.parameters:,}, {memory_text(self.bytes)}",
             Table.of(("modality", "cut at", "layers", "parameters", "trainable"), rows),
@@ -231,12 +233,12 @@ def findings(module: pl.LightningModule, *, tp_size: int = 2, pp_size: int = 2) 
     encoders = discover(module)
     names = [*encoders, _LOSS if encoders else "model"]
     plain: dict[str, Modality] = {name: Modality() for name in names}
-    found = find(module, plain)
+    modalities = find(module, plain)
     whole = _planned(module, plain)
     parts, named = [], [*module.named_parameters(remove_duplicate=False)]
     for name in names:
-        layers, encoder = found.layers[name], found.encoders.get(name)
-        one = module.get_submodule(layers) if layers else None
+        layers, encoder = modalities.layers[name], modalities.encoders.get(name)
+        container = module.get_submodule(layers) if layers else None
         held = parameters_of(named, whole, [cut.name for cut in whole.partition.stages[name]]).values()
         parts.append(
             Part(
@@ -244,8 +246,10 @@ def findings(module: pl.LightningModule, *, tp_size: int = 2, pp_size: int = 2) 
                 encoder.owns if encoder else (),
                 tuple(cut.name for cut in encoder.boundaries) if encoder else (),
                 layers,
-                len(found.parts[name].paths),
-                ", ".join(dict.fromkeys(type(layer).__name__ for layer in one.children())) if one is not None else None,
+                len(modalities.parts[name].paths),
+                ", ".join(dict.fromkeys(type(layer).__name__ for layer in container.children()))
+                if container is not None
+                else None,
                 sum(p.numel() for p in held),
                 sum(p.numel() for p in held if p.requires_grad),
             )
@@ -274,7 +278,7 @@ def _planned(module: pl.LightningModule, modalities: Mapping[str, Modality]) -> 
 def _tried(module: pl.LightningModule, plain: Mapping[str, Modality], name: str, setting: dict[str, Any]) -> Try:
     title = ", ".join(f"{key}={value}" for key, value in setting.items())
     others = {"dp_size": setting["dp_size"]} if "dp_size" in setting else {}
-    modalities = {one: Modality(**(setting if one == name else others)) for one in plain}
+    modalities = {modality: Modality(**(setting if modality == name else others)) for modality in plain}
     try:
         text = _how(module, _planned(module, modalities), name, setting)
     except ConfigError as error:
@@ -316,14 +320,14 @@ def inspect_model(arguments: Namespace) -> None:
     logging.getLogger("lightning_mm5d").setLevel(logging.ERROR)  # what stays full is in the table
     job = None if arguments.config is None else load(prepare([arguments.config], None, (), sizes_will_do=True))
     module = named_model(arguments.model)
-    found = findings(module, tp_size=arguments.tp, pp_size=arguments.pp)
-    page, said = found.page(), asdict(found)
+    summary = findings(module, tp_size=arguments.tp, pp_size=arguments.pp)
+    page, output = summary.page(), asdict(summary)
     if job is not None:
         plan = job.strategy.validate(module)
         name = name_of(job.strategy.schedule)
         page += report(plan, module, schedule=name, num_microbatches=job.strategy.usual_microbatches())
-        said["places"] = as_json(holdings(plan, module), [])
+        output["places"] = as_json(holdings(plan, module), [])
     if arguments.json:
-        print(json.dumps(said, indent=2))
+        print(json.dumps(output, indent=2))
     else:
         show(page)

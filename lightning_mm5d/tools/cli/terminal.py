@@ -74,9 +74,9 @@ def _fitting(table: Table) -> object:
     """The table for rich, which folds cells where the terminal is too narrow and truncates none."""
     from rich.table import Table as RichTable
 
-    made = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    rich_table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name, right in zip(table.header, table.numeric, strict=True):
-        made.add_column(name, justify="right" if right else "left", overflow="fold")
+        rich_table.add_column(name, justify="right" if right else "left", overflow="fold")
     for row in table.rows:
-        made.add_row(*row, style="bold" if row[0].endswith(" *") else None)
-    return made
+        rich_table.add_row(*row, style="bold" if row[0].endswith(" *") else None)
+    return rich_table

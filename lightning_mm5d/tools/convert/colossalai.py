@@ -126,7 +126,7 @@ def _of_experts(knob: Knob) -> tuple[Knob, ...]:
     return (knob,)
 
 
-MOE_KNOBS = tuple(one for knob in KNOBS for one in _of_experts(knob))
+MOE_KNOBS = tuple(moe_knob for knob in KNOBS for moe_knob in _of_experts(knob))
 _MODES = ("split_gather", "ring", "all_to_all", "ring_attn")
 _STYLES = ("1f1b", "interleaved", "zbv")
 _OF_PIPELINES = (
@@ -174,19 +174,19 @@ def _converted(source: str, table: tuple[Knob, ...], given: Mapping[str, Any]) -
 
 def convert_precision(draft: Draft, default: str = "fp16", *, has_main: bool = True) -> None:
     """Say `precision`, with main parameters where the plugin has them, and that scalers do nothing without float16."""
-    known = {"fp16": "16-mixed", "bf16": "bf16-true", "fp32": "32-true"}
+    precisions = {"fp16": "16-mixed", "bf16": "bf16-true", "fp32": "32-true"}
     about = "" if draft.get("precision") else f"By default {default!r}"
     if about and "precision" in draft.given:
         default, about = "fp32", "Parameters stay in the dtype that the model gives them"
-    said = draft.choice("precision", list(known), default)
-    assert said is not None
-    draft.put("precision", "trainer.precision", known[said], about)
-    if said == "bf16" and has_main:
+    precision = draft.choice("precision", list(precisions), default)
+    assert precision is not None
+    draft.put("precision", "trainer.precision", precisions[precision], about)
+    if precision == "bf16" and has_main:
         draft.put("precision", "strategy.numerics.main_params", "float32")
     if not has_main:
-        about = "Parameters are updated as they are" if said != "fp16" else "16-mixed has parameters in float32"
-        draft.leave("master_weights", "costs" if said == "fp16" else "always", about)
-    if said != "fp16":
+        about = "Parameters are updated as they are" if precision != "fp16" else "16-mixed has parameters in float32"
+        draft.leave("master_weights", "costs" if precision == "fp16" else "always", about)
+    if precision != "fp16":
         for knob in SCALER[:-1]:
             if knob.name in draft.given:
                 draft.leave(knob.name, "always", "Only float16 is scaled")
@@ -204,9 +204,9 @@ def _convert_sequence(draft: Draft) -> None:
     if mode in ("split_gather", "ring"):
         if tp_size == 1:
             raise draft.refused(mode_name, f"The plugin refuses {mode} with tp_size=1", "Use a tp_size of 2 or more")
-        said = "ring" if mode == "ring" else True
-        draft.put(switch, "modality.tensor.sequence_parallel", said)
-        draft.put(mode_name, "modality.tensor.sequence_parallel", said)
+        sequence_parallel = "ring" if mode == "ring" else True
+        draft.put(switch, "modality.tensor.sequence_parallel", sequence_parallel)
+        draft.put(mode_name, "modality.tensor.sequence_parallel", sequence_parallel)
         draft.leave_rest(["sp_size"], "always", "In this mode the ranks of tp_size share sequences")
         return
     if size == 1:
@@ -304,10 +304,10 @@ def convert_dtypes(draft: Draft, *, shares: bool) -> None:
         for kind in ("parameters", "payloads", *([] if rings else ["tensor_parallel"])):
             draft.put("fp8_communication", f"modality.communication.communication_dtype.{kind}", "float8_e4m3fn")
         draft.put("fp8_communication", "modality.communication.communication_dtype.gradients", "float8_e5m2")
-    said = draft.get("communication_dtype") if shares else None
-    if said is None:
+    dtype = draft.get("communication_dtype") if shares else None
+    if dtype is None:
         return
-    name = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(str(said), str(said).removeprefix("torch."))
+    name = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(str(dtype), str(dtype).removeprefix("torch."))
     if name == "float16":
         draft.leave("communication_dtype", "costs", "Numbers travel as float32, bfloat16 or float8; unset, as they are")
     elif draft.get("fp8_communication", False):
@@ -364,16 +364,16 @@ def convert_legacy(given: Mapping[str, Any]) -> Conversion:
         ConfigError: a key of `parallel` does not exist, or has a value that ColossalAI refuses.
     """
     read = {knob.name.partition(".")[0] for knob in LEGACY_KNOBS}
-    known: dict[str, Any] = {name: value for name, value in given.items() if name in read - {"model", "parallel"}}
-    known["parallel"] = {
-        key: {"size": one} if key in _SECTIONS and not isinstance(one, Mapping) else one
-        for key, one in (given.get("parallel") or {}).items()
-        if one is not None
+    settings: dict[str, Any] = {name: value for name, value in given.items() if name in read - {"model", "parallel"}}
+    settings["parallel"] = {
+        key: {"size": section} if key in _SECTIONS and not isinstance(section, Mapping) else section
+        for key, section in (given.get("parallel") or {}).items()
+        if section is not None
     }
     model = given.get("model")
     if isinstance(model, Mapping) and "num_chunks" in model:
-        known["model"] = {"num_chunks": model["num_chunks"]}
-    draft = Draft(LEGACY_KNOBS, known)
+        settings["model"] = {"num_chunks": model["num_chunks"]}
+    draft = Draft(LEGACY_KNOBS, settings)
     _convert_tensor(draft)
     if draft.count("parallel.pipeline.size") == 1:
         unsplit = "With one stage nothing is split, here or there"
@@ -393,9 +393,9 @@ def convert_legacy(given: Mapping[str, Any]) -> Conversion:
             draft.leave("fp16", "always", "It asks for nothing without a mode")
         else:
             draft.put("fp16", "trainer.precision", "16-mixed", "The scaler is the Trainer's")
-    own = "A name of your own, which ColossalAI does not read itself"
-    others = [name for name in given if name not in read or (name == "model" and "model" not in known)]
-    entries = tuple(Entry(name, given[name], "elsewhere", {}, own) for name in others)
+    about = "A name of your own, which ColossalAI does not read itself"
+    others = [name for name in given if name not in read or (name == "model" and "model" not in settings)]
+    entries = tuple(Entry(name, given[name], "elsewhere", {}, about) for name in others)
     strategy = {"modalities": {"model": draft.modality}, **draft.strategy}
     return Conversion("ColossalAI parallel = dict(...)", strategy, draft.trainer, (*draft.entries(), *entries))
 

@@ -62,10 +62,10 @@ def as_lines(conversion: Conversion) -> list[str]:
 
 
 def _line(entry: Entry) -> str:
-    said = f"{_one_line(entry.name)}={_shown(entry.got)}"
+    line = f"{_one_line(entry.name)}={_shown(entry.got)}"
     if entry.fields:
-        said += " -> " + ", ".join(f"{name}: {_shown(value)}" for name, value in entry.fields.items())
-    return _one_line(f"{said}  ({entry.about})" if entry.about else said)
+        line += " -> " + ", ".join(f"{name}: {_shown(value)}" for name, value in entry.fields.items())
+    return _one_line(f"{line}  ({entry.about})" if entry.about else line)
 
 
 def _shown(value: Any) -> str:
@@ -136,14 +136,14 @@ def arguments_of(config: str | os.PathLike[str] | Mapping[str, Any], given: Mapp
     for entry in conversion.of("costs"):
         warnings.warn(f"{entry.name}={entry.got!r} has no equal and is left out. {entry.about}.", stacklevel=5)
     if conversion.trainer:
-        said = ", ".join(f"{name}={value!r}" for name, value in conversion.trainer.items())
-        warnings.warn(f"The configuration also sets what is the Trainer's: Trainer({said}).", stacklevel=5)
+        arguments = ", ".join(f"{name}={value!r}" for name, value in conversion.trainer.items())
+        warnings.warn(f"The configuration also sets what is the Trainer's: Trainer({arguments}).", stacklevel=5)
     if rest := conversion.of("elsewhere"):
         names = ", ".join(entry.name for entry in rest)
         warnings.warn(f"The model, the data or the Trainer says what the configuration says of {names}.", stacklevel=5)
     given = in_groups(OF_STRATEGY, given, "")
-    both = {group: {**said, **given[group]} for group, said in conversion.strategy.items() if _is_group(group, given)}
-    return {**conversion.strategy, **given, **both}
+    merged = {group: {**ours, **given[group]} for group, ours in conversion.strategy.items() if _is_group(group, given)}
+    return {**conversion.strategy, **given, **merged}
 
 
 def _is_group(name: str, given: Mapping[str, Any]) -> bool:
@@ -152,7 +152,7 @@ def _is_group(name: str, given: Mapping[str, Any]) -> bool:
 
 def _refused(missing: tuple[Entry, ...]) -> ConfigError:
     first = missing[0]
-    rest = f" So it is with {', '.join(one.name for one in missing[1:])}" if missing[1:] else ""
+    rest = f" So it is with {', '.join(entry.name for entry in missing[1:])}" if missing[1:] else ""
     rule = f"It has no equal here, and results depend on it. {first.about}"
     return ConfigError(first.name, first.got, rule, f"Leave it out of the configuration.{rest}".rstrip("."))
 
@@ -172,11 +172,11 @@ def _refuse_expansion(value: Any, parts: Callable[[Any], list[Any]], file: str) 
     """Refuse what aliases or names make larger than a configuration is when it is written out, or endless."""
     sizes: dict[int, int] = {}
 
-    def size(one: Any) -> int:
-        if id(one) not in sizes:
-            sizes[id(one)] = _MOST_VALUES  # of what holds itself
-            sizes[id(one)] = min(_MOST_VALUES, 1 + sum(map(size, parts(one))))
-        return sizes[id(one)]
+    def size(part: Any) -> int:
+        if id(part) not in sizes:
+            sizes[id(part)] = _MOST_VALUES  # of what holds itself
+            sizes[id(part)] = min(_MOST_VALUES, 1 + sum(map(size, parts(part))))
+        return sizes[id(part)]
 
     if size(value) >= _MOST_VALUES:
         rule = f"With its aliases written out it has more than {_MOST_VALUES} values, or no end"
@@ -198,12 +198,12 @@ def _parts_of_value(value: Any) -> list[Any]:
 def _yaml(text: str, path: Path) -> Mapping[str, Any]:
     try:
         _refuse_expansion(yaml.compose(text, Loader=yaml.SafeLoader), _parts_of_node, str(path))
-        found = yaml.safe_load(text)  # JSON is YAML, too
+        content = yaml.safe_load(text)  # JSON is YAML, too
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError("FILE", str(path), f"It is no YAML: {error}", "Correct it there") from error
-    if not isinstance(found, Mapping):
+    if not isinstance(content, Mapping):
         raise ConfigError("FILE", str(path), "A configuration maps names to values", "Name a configuration")
-    return found
+    return content
 
 
 def _of_python(text: str, file: str) -> Conversion:

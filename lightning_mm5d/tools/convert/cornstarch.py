@@ -97,12 +97,12 @@ def convert_multimodal(given: Mapping[str, Any], *, colocated: bool = False) -> 
         raise draft.refused("encoder_plugins", "It maps names to plugins", "Write {vision: {tp_size: 1}}")
     if "language" in encoders:
         raise draft.refused("encoder_plugins", "`language` is the language model", "Give that encoder another name")
-    plugins = {name: (f"encoder_plugins.{name}", one) for name, one in encoders.items()}
+    plugins = {name: (f"encoder_plugins.{name}", plugin) for name, plugin in encoders.items()}
     if "language_model_plugin" in draft.given:
         plugins["language"] = ("language_model_plugin", draft.get("language_model_plugin", {}))
     switches = {knob.name: draft.given[knob.name] for knob in KERNELS if draft.get(knob.name, False)}
-    said = [knob.name for knob in VOCABULARY if knob.name in draft.given]
-    of_language = {name: draft.given[name] for name in said if "language" in plugins}
+    vocabulary_knobs = [knob.name for knob in VOCABULARY if knob.name in draft.given]
+    of_language = {name: draft.given[name] for name in vocabulary_knobs if "language" in plugins}
     modalities: dict[str, Any] = {}
     entries: list[Entry] = []
     for name, (path, plugin) in plugins.items():
@@ -125,12 +125,12 @@ def convert_multimodal(given: Mapping[str, Any], *, colocated: bool = False) -> 
         raise draft.refused("language_model_plugin", "There is no plugin of a modality", "Write {tp_size: 1}")
     listed = ["encoder_plugins", "language_model_plugin", *switches, *of_language]
     draft.leave_rest(listed, "mapped", "Said for each modality")
-    draft.leave_rest(said, "always", "There is no plugin of the language model")
+    draft.leave_rest(vocabulary_knobs, "always", "There is no plugin of the language model")
     source = (
         "Cornstarch EncodersColocatedMultimodalParallelPlugin" if colocated else "Cornstarch MultimodalParallelPlugin"
     )
-    own = tuple(one for one in draft.entries() if one.name not in listed)
-    return Conversion(source, {"modalities": modalities, **draft.strategy}, draft.trainer, (*entries, *own))
+    unlisted = tuple(entry for entry in draft.entries() if entry.name not in listed)
+    return Conversion(source, {"modalities": modalities, **draft.strategy}, draft.trainer, (*entries, *unlisted))
 
 
 def convert_colocated(given: Mapping[str, Any]) -> Conversion:
@@ -157,11 +157,13 @@ def _convert_pipelines(draft: Draft) -> None:
     if templates is not None:
         if not isinstance(templates, list) or not templates:
             raise draft.refused("pipelines", "It lists a template for each replica", "Write [{modules_per_stage: ...}]")
-        stages = [one.get("modules_per_stage") if isinstance(one, Mapping) else one for one in templates]
-        if all(_is_one_stage(one) for one in stages):
+        stages = [
+            template.get("modules_per_stage") if isinstance(template, Mapping) else template for template in templates
+        ]
+        if all(_is_one_stage(pipeline) for pipeline in stages):
             draft.put("pipelines", "modality.dp_size", len(stages))
         else:
-            layers = [{"stages": _layers(draft, "pipelines", one)} for one in stages]
+            layers = [{"stages": _layers(draft, "pipelines", pipeline)} for pipeline in stages]
             draft.put("pipelines", "modality.pipeline.pipelines", layers)
     if "num_microbatches" in draft.given:
         counts = draft.counts("num_microbatches")

@@ -153,8 +153,8 @@ class Draft:
             if got is None:  # `entries` says so
                 continue
             knob = self._knobs[name]
-            is_off = not got and any(one == 0 for one in knob.neutral)
-            if is_off or any(got is one or (type(got) is type(one) and got == one) for one in knob.neutral):
+            is_off = not got and any(off == 0 for off in knob.neutral)
+            if is_off or any(got is off or (type(got) is type(off) and got == off) for off in knob.neutral):
                 self.leave(name, "always", "It asks for nothing")
             elif knob.effect == "mapped" and not knob.rule:
                 self._refuse_another(name, knob.ours[0])
@@ -186,7 +186,7 @@ class Draft:
     def counts(self, name: str) -> list[int]:
         """Return the value of a knob that lists whole numbers of at least 0."""
         got = self.get(name)
-        if not isinstance(got, list | tuple) or not all(type(one) is int and one >= 0 for one in got):
+        if not isinstance(got, list | tuple) or not all(type(count) is int and count >= 0 for count in got):
             raise self.refused(name, "It lists whole numbers of at least 0", "Use for instance [2, 2]")
         return list(got)
 
@@ -258,22 +258,22 @@ def _flat(
     given: Mapping[str, Any], known: Mapping[str, Knob], prefix: str, path: str = ""
 ) -> Iterator[tuple[str, Any]]:
     """The values of a nested configuration by dotted name, down to the names in the table."""
-    for key, value in given.items():
-        name = f"{path}{key}"
+    for part, value in given.items():
+        name = f"{path}{part}"
         if name in known:
             yield name, value
-        elif any(one.startswith(f"{name}.") for one in known):
+        elif any(key.startswith(f"{name}.") for key in known):
             if isinstance(value, Mapping):
                 yield from _flat(value, known, prefix, f"{name}.")
             elif value is not None:
                 rule = "It is a section that maps names to values"
                 fix = (
-                    f"Write for instance {{{next(one for one in known if one.startswith(name))[len(name) + 1 :]}: ...}}"
+                    f"Write for instance {{{next(key for key in known if key.startswith(name))[len(name) + 1 :]}: ...}}"
                 )
                 raise ConfigError(prefix + name, value, rule, fix)
         else:
-            near = dict.fromkeys(one[len(path) :].partition(".")[0] for one in known if one.startswith(path))
-            fix = did_you_mean(key, near)
+            near = dict.fromkeys(key[len(path) :].partition(".")[0] for key in known if key.startswith(path))
+            fix = did_you_mean(part, near)
             short = fix if len(near) < _LONG else f"{fix.split('? ')[0]}?"
             raise ConfigError(prefix + name, value, "There is no such knob", short)
 
@@ -311,7 +311,7 @@ def convert_kernels(draft: Draft) -> None:
         else:
             choose_kernel(draft, norms, "rms_norm")
     if draft.get(name, False) and draft.accepts(
-        name, lambda one: check_features({"modalities": {"": one}}), compile=True
+        name, lambda modality: check_features({"modalities": {"": modality}}), compile=True
     ):
         draft.put(name, "modality.compute.compile", True)
     draft.leave_rest([_ALL], "mapped", "It turns on the switches of kernels, which are listed")
@@ -320,5 +320,5 @@ def convert_kernels(draft: Draft) -> None:
 def choose_kernel(draft: Draft, name: str, kernel: str) -> None:
     """Add a kernel to those of the modality, which a knob asks for; or note why the modality refuses it."""
     chosen = [*draft.modality.get("compute", {}).get("kernels", ()), kernel]
-    if draft.accepts(name, lambda one: check_features({"modalities": {"": one}}), kernels=chosen):
+    if draft.accepts(name, lambda modality: check_features({"modalities": {"": modality}}), kernels=chosen):
         draft.put(name, "modality.compute.kernels", chosen)

@@ -164,7 +164,7 @@ def convert_mindformers(given: Mapping[str, Any]) -> Conversion:
         if name not in tops and name not in SECTIONS:
             near = did_you_mean(name, [*tops, *SECTIONS]).split("? ")[0]
             raise ConfigError(str(name), given[name], "There is no such section", f"{near}?")
-    draft = Draft(tuple(_known(given)), {name: one for name, one in given.items() if one is not None})
+    draft = Draft(tuple(_known(given)), {name: section for name, section in given.items() if section is not None})
     draft.count(_P + "expert_parallel")  # refuses what is no number
     mode = _M + "parallel_mode"
     if draft.get(mode) in (1, "SEMI_AUTO_PARALLEL") and not any(name.startswith(_P) for name in draft.given):
@@ -196,8 +196,8 @@ def _known(given: Mapping[str, Any]) -> Iterable[Knob]:
     names = {knob.name for knob in KNOBS}
     for name in given:
         if name in SECTIONS:
-            own = {one.partition(".")[0] for one in names}
-            if name not in own:
+            tops = {path.partition(".")[0] for path in names}
+            if name not in tops:
                 yield elsewhere(str(name), "Of the model, the data or the loop")
     for section in ("moe_config", "runner_config", "model", "model.model_config"):
         holder: Any = given
@@ -214,24 +214,24 @@ def _convert_schedule(draft: Draft) -> tuple[int, int]:
     interleaves, count = _M + "pipeline_config.pipeline_interleave", _A + "pp_interleave_num"
     scheduler = _M + "pipeline_config.pipeline_scheduler"
     stages, chunks = draft.count(_P + "pipeline_stage", draft.count(_M + "pipeline_stages")), draft.count(count)
-    said = draft.choice(scheduler, ("gpipe", "1f1b", "zero_bubble_v", "seqpipe", "seqvpp", "seqsmartvpp"), "1f1b")
+    schedule = draft.choice(scheduler, ("gpipe", "1f1b", "zero_bubble_v", "seqpipe", "seqvpp", "seqsmartvpp"), "1f1b")
     if stages == 1 or not draft.get(interleaves, False):
         chunks = 1
         draft.leave_rest([interleaves, count], "always", "Nothing interleaves with one stage, or without both")
     elif chunks > 1:
-        draft.put(interleaves, "strategy.schedule", "zbv" if said == "zero_bubble_v" else "interleaved")
+        draft.put(interleaves, "strategy.schedule", "zbv" if schedule == "zero_bubble_v" else "interleaved")
         draft.put(count, "modality.pipeline.pp_chunks", chunks)
     else:
         draft.leave(interleaves, "always", "One chunk interleaves with nothing")
     if draft.get(scheduler) is not None:
-        if str(said).startswith("seq"):
+        if str(schedule).startswith("seq"):
             draft.leave(scheduler, "costs", "Microbatches are not split along the sequence")
-        elif stages == 1 or (chunks > 1 and said != "zero_bubble_v"):
+        elif stages == 1 or (chunks > 1 and schedule != "zero_bubble_v"):
             draft.leave(
                 scheduler, "always", "One stage needs no order" if stages == 1 else "pipeline_interleave says it"
             )
         else:
-            draft.put(scheduler, "strategy.schedule", "zbv" if said == "zero_bubble_v" else said)
+            draft.put(scheduler, "strategy.schedule", "zbv" if schedule == "zero_bubble_v" else schedule)
     if stages == 1 and draft.get(_P + "micro_batch_num", 1) != 1:
         del draft.strategy["batching"]
         draft.leave(_P + "micro_batch_num", "always", "With one stage nothing is split there")
@@ -240,10 +240,10 @@ def _convert_schedule(draft: Draft) -> tuple[int, int]:
 
 def _rows(draft: Draft, name: str, stages: int, chunks: int) -> list[list[int]] | None:
     """A knob with a number for each stage, as a row for each chunk; None where it is no such list."""
-    said = draft.get(name)
-    if not isinstance(said, list) or not said:
+    numbers = draft.get(name)
+    if not isinstance(numbers, list) or not numbers:
         return None
-    rows = said if all(isinstance(row, list) for row in said) else [said]
+    rows = numbers if all(isinstance(row, list) for row in numbers) else [numbers]
     whole = all(isinstance(n, int) and not isinstance(n, bool) for row in rows for n in row)
     if not whole or len(rows) not in (1, chunks) or any(len(row) != stages for row in rows):
         rule = f"It has a whole number for each of the {stages} stages" + ", and a row for each chunk" * (chunks > 1)
@@ -280,7 +280,7 @@ def _convert_layers(draft: Draft, stages: int, chunks: int) -> None:
 
 def _convert_recomputation(draft: Draft, stages: int, chunks: int) -> None:
     name, select, field = _R + "recompute", _R + "select_recompute", "modality.memory.activation_checkpointing"
-    full, selective = (_layers_recomputed(draft, one, stages, chunks) for one in (name, select))
+    full, selective = (_layers_recomputed(draft, knob, stages, chunks) for knob in (name, select))
     if full is not None or (selective is not None and not draft.get(name, False)):
         each: list[Any] = ["none"] * (stages * chunks)
         if selective is not None:
@@ -298,15 +298,15 @@ def _convert_recomputation(draft: Draft, stages: int, chunks: int) -> None:
         draft.put(name, field, "full")
         draft.leave_rest([select], "always", "All layers are computed again whole")
     elif draft.get(select, False):
-        said = draft.get(select)
-        about = "" if said is True else "Of all layers, and of all operations but products and attention"
+        selected = draft.get(select)
+        about = "" if selected is True else "Of all layers, and of all operations but products and attention"
         draft.put(select, field, "selective", about)
 
 
 def _layers_recomputed(draft: Draft, name: str, stages: int, chunks: int) -> list[int] | None:
     """How many layers of each stage a knob names, chunk by chunk; None where it names no numbers."""
-    said = draft.get(name)
-    if isinstance(said, list) and all(isinstance(one, str) for one in said):  # operations
+    listed = draft.get(name)
+    if isinstance(listed, list) and all(isinstance(operation, str) for operation in listed):  # operations
         return None
     rows = _rows(draft, name, stages, chunks)
     if rows is not None and len(rows) < chunks:  # shared out over the chunks of each stage in turn
@@ -317,8 +317,8 @@ def _layers_recomputed(draft: Draft, name: str, stages: int, chunks: int) -> lis
 def _convert_context(draft: Draft) -> None:
     algorithm, inner, ring = _P + "context_parallel_algo", _P + "ulysses_degree_in_cp", _A + "use_ring_attention"
     size, tp_size, degree = draft.count(_P + "context_parallel"), draft.count(_P + "model_parallel"), draft.count(inner)
-    known = {"colossalai_cp": "allgather", "ulysses_cp": "ulysses", "hybrid_cp": "hybrid", "hybird_cp": "hybrid"}
-    mode = known[str(draft.choice(algorithm, list(known), "colossalai_cp"))]
+    modes = {"colossalai_cp": "allgather", "ulysses_cp": "ulysses", "hybrid_cp": "hybrid", "hybird_cp": "hybrid"}
+    mode = modes[str(draft.choice(algorithm, list(modes), "colossalai_cp"))]
     if size == 1:
         draft.leave_rest([algorithm, inner, ring], "always", "One rank shares no sequence")
     else:
@@ -348,11 +348,11 @@ def _convert_sharing(draft: Draft) -> None:
         section + key for key in ("optimizer_level", "gradient_accumulation_shard", "optimizer_weight_shard_size")
     )
     again = _R + "parallel_optimizer_comm_recompute"
-    said = draft.choice(level, ("level1", "level2", "level3"), "level1")
+    chosen = draft.choice(level, ("level1", "level2", "level3"), "level1")
     if not draft.get(switch, False):
         draft.leave_rest([switch, level, gradients, size, again], "always", "Nothing is shared without its switch")
         return
-    stage = {"level1": 1, "level2": 2, "level3": 3}[str(said)]
+    stage = {"level1": 1, "level2": 2, "level3": 3}[str(chosen)]
     if draft.get(gradients, False) and stage == 1:
         stage = 2
         draft.put(gradients, "modality.sharding.zero_stage", 2)

@@ -79,7 +79,7 @@ def read_python(text: str, file: str, makers: Mapping[str, Sequence[str]]) -> tu
         tree = ast.parse(text)
         reader = _Reader(makers)
         reader.read(tree.body)
-        return reader.names, reader.found
+        return reader.names, reader.calls
     except ConfigError:
         raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -95,8 +95,8 @@ class _Reader:
     def __init__(self, makers: Mapping[str, Sequence[str]], around: _Reader | None = None) -> None:
         self._makers = {"dict": (), **makers}
         self.names: dict[str, Any] = {} if around is None else dict(around.names)
-        self.found: list[Call] = [] if around is None else around.found
-        self._made: dict[str, Call] = {} if around is None else dict(around._made)
+        self.calls: list[Call] = [] if around is None else around.calls
+        self._call_of: dict[str, Call] = {} if around is None else dict(around._call_of)
         self._functions: list[_Function] = []
         self._values: dict[int, dict[str, Any]] = {}  # of the calls of makers
 
@@ -120,7 +120,7 @@ class _Reader:
                     self._functions.append(node)
                     self._forget(node.name, node)
                 case ast.ClassDef():
-                    self._functions += [one for one in node.body if isinstance(one, _Function)]
+                    self._functions += [member for member in node.body if isinstance(member, _Function)]
                     self._forget(node.name, node)
                 case ast.With() | ast.AsyncWith():
                     for item in node.items:
@@ -141,13 +141,13 @@ class _Reader:
             self._forget_all(node)
         for name in ("test", "iter", "subject"):
             self._collect(getattr(node, name, ast.Pass()))
-        before, made = dict(self.names), dict(self._made)
+        before, call_of = dict(self.names), dict(self._call_of)
         handlers = [*getattr(node, "handlers", ()), *getattr(node, "cases", ())]
         bodies = [getattr(node, name, ()) for name in ("body", "orelse", "finalbody")]
-        for body in (*bodies, *(one.body for one in handlers)):
-            self.names, self._made = dict(before), dict(made)
+        for body in (*bodies, *(handler.body for handler in handlers)):
+            self.names, self._call_of = dict(before), dict(call_of)
             self._read(body)
-        self.names, self._made = before, made
+        self.names, self._call_of = before, call_of
         self._forget_all(node)
 
     def _bind(self, node: ast.stmt) -> None:
@@ -166,11 +166,11 @@ class _Reader:
         owner = target.value if isinstance(target, ast.Attribute) else None
         if isinstance(target, ast.Name):
             self.names[target.id] = self.value(value)
-            self._made.pop(target.id, None)
-            same = [call for call in self.found if call.arguments is self.names[target.id]]
-            self._made.update(dict.fromkeys([target.id], same[0]) if same else {})
-        elif isinstance(owner, ast.Name) and isinstance(target, ast.Attribute) and owner.id in self._made:
-            self._made[owner.id].arguments[target.attr] = self.value(value)
+            self._call_of.pop(target.id, None)
+            same = [call for call in self.calls if call.arguments is self.names[target.id]]
+            self._call_of.update(dict.fromkeys([target.id], same[0]) if same else {})
+        elif isinstance(owner, ast.Name) and isinstance(target, ast.Attribute) and owner.id in self._call_of:
+            self._call_of[owner.id].arguments[target.attr] = self.value(value)
         else:
             self._forget_all(target)
 
@@ -179,51 +179,51 @@ class _Reader:
         owner = node.func.value if isinstance(node.func, ast.Attribute) else None
         if not isinstance(owner, ast.Name) or owner.id not in self.names:
             return
-        if owner.id not in self._made:
+        if owner.id not in self._call_of:
             if isinstance(self.names[owner.id], dict | list):
                 self._forget(owner.id, node)
         elif isinstance(node.func, ast.Attribute) and node.func.attr == "set_pipelines":
             names = ("pipelines", "num_microbatches")
-            given = dict(zip(names, node.args, strict=False)) | {one.arg: one.value for one in node.keywords if one.arg}
-            pipelines, counts = given.get(names[0]), given.get(names[1])
-            arguments = self._made[owner.id].arguments
-            arguments |= {name: self.value(one) for name, one in given.items()}
+            passed = dict(zip(names, node.args, strict=False)) | {kw.arg: kw.value for kw in node.keywords if kw.arg}
+            pipelines, counts = passed.get(names[0]), passed.get(names[1])
+            arguments = self._call_of[owner.id].arguments
+            arguments |= {name: self.value(argument) for name, argument in passed.items()}
             if isinstance(pipelines, ast.List) and isinstance(counts, ast.Dict):  # by template
-                each = {
-                    ast.unparse(key): self.value(one)
-                    for key, one in zip(counts.keys, counts.values, strict=True)
+                count_of = {
+                    ast.unparse(key): self.value(count)
+                    for key, count in zip(counts.keys, counts.values, strict=True)
                     if key
                 }
-                found = [each.get(ast.unparse(one), arguments[names[1]]) for one in pipelines.elts]
-                arguments[names[1]] = found
+                ordered = [count_of.get(ast.unparse(template), arguments[names[1]]) for template in pipelines.elts]
+                arguments[names[1]] = ordered
 
     def _forget_all(self, node: ast.AST) -> None:
         """Forget the names that a statement may set or change."""
-        for one in ast.walk(node):
-            holder = one
+        for child in ast.walk(node):
+            holder = child
             while isinstance(holder, ast.Attribute | ast.Subscript):
                 holder = holder.value
-            is_set = isinstance(getattr(one, "ctx", None), ast.Store | ast.Del)
+            is_set = isinstance(getattr(child, "ctx", None), ast.Store | ast.Del)
             if isinstance(holder, ast.Name) and is_set:
-                self._forget(holder.id, one)
-            elif isinstance(one, ast.alias):
-                self._forget((one.asname or one.name).partition(".")[0], node)
+                self._forget(holder.id, child)
+            elif isinstance(child, ast.alias):
+                self._forget((child.asname or child.name).partition(".")[0], node)
 
     def _forget(self, name: str, node: Any) -> None:
         if name in self.names:
             self.names[name] = Unread(name, node.lineno)
-        self._made.pop(name, None)
+        self._call_of.pop(name, None)
 
     def _collect(self, node: ast.AST) -> None:
         """Note the calls of the makers that stand in no other such call, with what they are given."""
         inner: set[int] = set()
-        for one in ast.walk(node):
-            if not isinstance(one, ast.Call) or id(one) in inner:
+        for call in ast.walk(node):
+            if not isinstance(call, ast.Call) or id(call) in inner:
                 continue
-            name = _last_name(one.func)
+            name = _last_name(call.func)
             if name in self._makers and name != "dict":
-                inner |= {id(other) for other in ast.walk(one) if other is not one}
-                self.found.append(Call(name, self.value(one), one.lineno))
+                inner |= {id(nested) for nested in ast.walk(call) if nested is not call}
+                self.calls.append(Call(name, self.value(call), call.lineno))
 
     def value(self, node: ast.expr) -> Any:
         """The value of an expression, or an `Unread`."""
@@ -231,10 +231,10 @@ class _Reader:
             case ast.Constant():
                 return node.value
             case ast.List() | ast.Tuple():
-                return [self.value(one) for one in node.elts]
+                return [self.value(element) for element in node.elts]
             case ast.Dict() if all(isinstance(key, ast.Constant) for key in node.keys):
                 keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
-                return {key: self.value(one) for key, one in zip(keys, node.values, strict=True)}
+                return {key: self.value(value) for key, value in zip(keys, node.values, strict=True)}
             case ast.Call() if (name := _last_name(node.func)) in self._makers:
                 assert name is not None
                 if id(node) not in self._values:
@@ -253,21 +253,21 @@ class _Reader:
         return _unread(node)
 
     def _arguments(self, node: ast.Call, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         positions = self._makers[name]
-        for index, one in enumerate(node.args):
-            if index >= len(positions) or isinstance(one, ast.Starred):
-                raise _refused(one, f"{name} is read by the names of its arguments")
-            found[positions[index]] = self.value(one)
+        for index, argument in enumerate(node.args):
+            if index >= len(positions) or isinstance(argument, ast.Starred):
+                raise _refused(argument, f"{name} is read by the names of its arguments")
+            arguments[positions[index]] = self.value(argument)
         for keyword in node.keywords:
             value = self.value(keyword.value)
             if keyword.arg is not None:
-                found[keyword.arg] = value
+                arguments[keyword.arg] = value
             elif isinstance(value, dict):
-                found |= value
+                arguments |= value
             else:
                 raise _refused(keyword.value, f"{name} takes arguments that only a run could tell")
-        return found
+        return arguments
 
     def _computed(self, node: ast.BinOp) -> Any:
         left, right = self.value(node.left), self.value(node.right)
@@ -303,9 +303,9 @@ def refuse_unread(value: Any, path: str, listed: Collection[str] = ()) -> None:
         rule = f"Line {value.line} computes it, and files are not run here"
         raise ConfigError(path, value.text, rule, "Write its value there")
     parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in parts:
+    for key, part in parts:
         if key not in listed:
-            refuse_unread(one, f"{path}.{key}" if path else str(key), listed)
+            refuse_unread(part, f"{path}.{key}" if path else str(key), listed)
 
 
 def _last_name(node: ast.expr) -> str | None:

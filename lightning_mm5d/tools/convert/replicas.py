@@ -110,11 +110,11 @@ def convert_gemini(given: Mapping[str, Any]) -> Conversion:
         stage = 3 if draft.get("shard_param_frac", 1.0) else 2
         draft.put("shard_param_frac", "modality.sharding.zero_stage", stage)
     offloads: list[str] = []
-    for name, what in (("offload_optim_frac", "optimizer"), ("offload_param_frac", "parameters")):
+    for name, kind in (("offload_optim_frac", "optimizer"), ("offload_param_frac", "parameters")):
         if draft.get(name, 0) and draft.accepts(
-            name, lambda one: check_features({"modalities": {"": one}}), offload=[*offloads, what]
+            name, lambda modality: check_features({"modalities": {"": modality}}), offload=[*offloads, kind]
         ):
-            offloads.append(what)
+            offloads.append(kind)
             draft.put(name, "modality.memory.offload", [*offloads])
     convert_precision(draft, has_main=draft.get("master_weights", True))
     if draft.get(sequences, False) and draft.count("tp_size") > 1:

@@ -85,7 +85,7 @@ class AnsweredGroup(dist.ProcessGroup):
         pass
 
     def _did(self, operation: str, tensors: Iterable[Tensor]) -> _Done:
-        add(self._messages, (self.group_desc, self._ranks, operation), 1, sum(one.nbytes for one in tensors))
+        add(self._messages, (self.group_desc, self._ranks, operation), 1, sum(tensor.nbytes for tensor in tensors))
         return _Done()
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Done:  # type: ignore[override]
@@ -101,8 +101,8 @@ class AnsweredGroup(dist.ProcessGroup):
         return self._did("barrier", ())
 
     def allgather(self, outputs: Any, tensors: list[Tensor], opts: Any = None) -> _Done:  # type: ignore[override]
-        for one in outputs[0]:
-            one.copy_(tensors[0])
+        for output in outputs[0]:
+            output.copy_(tensors[0])
         return self._did("all_gather", tensors)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> _Done:
@@ -131,8 +131,8 @@ class AnsweredGroups(Groups):
         for wish in wishes:
             if (key := (wish.ranks, wish.tag)) not in self._made:
                 here = dist.get_rank() in wish.ranks
-                made = dist.new_group(list(wish.ranks), backend=BACKEND, group_desc=wish.tag or None) if here else None
-                self._made[key] = made
+                group = dist.new_group(list(wish.ranks), backend=BACKEND, group_desc=wish.tag or None) if here else None
+                self._made[key] = group
 
 
 @contextmanager
@@ -144,10 +144,10 @@ def answered(messages: Messages, results: Callable[[], Iterable[Tensor]]) -> Gen
         results: as for `AnsweredGroup`.
     """
 
-    def made(options: Any, _: Any) -> dist.ProcessGroup:
+    def make_group(options: Any, _: Any) -> dist.ProcessGroup:
         return AnsweredGroup(options, messages, results)
 
-    dist.Backend.register_backend(BACKEND, made, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(BACKEND, make_group, extended_api=True, devices=["cpu"])
     gloo, agree = (
         patch.object(dist, "get_backend_config", lambda group=None: "cpu:gloo"),
         patch.object(Agreement, "check"),
@@ -231,8 +231,8 @@ class AnsweredTransport:
             return
         slot, text = self._known[channel.dst_rank].slot(codec.describe([channel.direction, channel.name, meta], leaves))
         parts = [codec.bytes_of(leaf) for leaf in leaves if leaf.numel()]
-        found = codec.messages(slot, text, parts, FIRST_BYTES, torch.device("cpu"))
-        sent = len(found), sum(message.nbytes for message in found)
+        messages = codec.messages(slot, text, parts, FIRST_BYTES, torch.device("cpu"))
+        sent = len(messages), sum(message.nbytes for message in messages)
         add(self._messages, ("payloads", channel.dst_rank, channel.direction), *sent)
 
     def recv(self, channel: Channel) -> tuple[Any, list[Tensor]]:
@@ -248,33 +248,33 @@ class AnsweredTransport:
         first, last = channel.name.split("->")
         back = channel.direction == "gradients"
         edge = (last, first) if back else (first, last)
-        known = [*self.sent.get(edge, ()), *(() if back else self._records.get(edge, ()))]
-        known = [one for one in known if self._passes(one, edge, channel, back)]
-        if not known:
+        payloads = [*self.sent.get(edge, ()), *(() if back else self._records.get(edge, ()))]
+        payloads = [payload for payload in payloads if self._passes(payload, edge, channel, back)]
+        if not payloads:
             raise UnknownPayloadError(edge)
-        found = known[number % len(known)]  # each step has the same batch
-        return self._cut(found, self._stages[edge[0]], self._stages[edge[1]], channel, back)
+        payload = payloads[number % len(payloads)]  # each step has the same batch
+        return self._cut(payload, self._stages[edge[0]], self._stages[edge[1]], channel, back)
 
-    def _passes(self, one: Sent, edge: Edge, channel: Channel, back: bool) -> bool:
+    def _passes(self, sent: Sent, edge: Edge, channel: Channel, back: bool) -> bool:
         """Whether a payload, or its gradient, goes over a channel."""
-        ends = [self._plan.topology.ranks_at(self._stages[name], *one.place) for name in edge]
+        ends = [self._plan.topology.ranks_at(self._stages[name], *sent.place) for name in edge]
         source, target = ends[::-1] if back else ends
         return channel.src_rank in source and channel.dst_rank in target
 
     def _cut(
-        self, one: Sent, first: StageKey, last: StageKey, channel: Channel, back: bool
+        self, sent: Sent, first: StageKey, last: StageKey, channel: Channel, back: bool
     ) -> tuple[Any, list[Tensor]]:
         """What the bridge of the sender gives a channel."""
-        numbers = [index for index, has in enumerate(one.meta["grads"]) if has] if back else [*range(len(one.forms))]
-        tensors = [self._made(*one.forms[number]) for number in numbers]
-        own = frozenset(place for place, number in enumerate(numbers) if number in one.own)
-        meta = {"missing": []} if back else one.meta
+        numbers = [index for index, has in enumerate(sent.meta["grads"]) if has] if back else [*range(len(sent.forms))]
+        tensors = [self._hollow_tensor(*sent.forms[number]) for number in numbers]
+        shards = frozenset(place for place, number in enumerate(numbers) if number in sent.own)
+        meta = {"missing": []} if back else sent.meta
         catcher = _Catcher(channel.dst_rank)
         bridges = Bridges(self._plan, catcher, channel.src_rank, {})  # type: ignore[arg-type]
-        bridges.between(first, last, one.place, back).send(meta, tensors, own, UNKNOWN, one.place)
-        return catcher.found
+        bridges.between(first, last, sent.place, back).send(meta, tensors, shards, UNKNOWN, sent.place)
+        return catcher.payload
 
-    def _made(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _hollow_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self._hollow.of(torch.empty(shape, dtype=dtype, device="meta"))
 
     def flush(self) -> None:
@@ -297,7 +297,7 @@ def recorded(transport: Callable[[], AnsweredTransport | None]) -> Generator[Non
     ) -> None:
         if bridge.direction == "activations" and (noting := transport()) is not None and "fails" not in meta:
             first, last = bridge.name.split("->")
-            forms = [(tuple(one.shape), one.dtype) for one in tensors]
+            forms = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
             noting.sent[first, last].append(Sent(meta, forms, own, place))
         original(bridge, meta, tensors, own, shapes, place)
 
@@ -310,11 +310,11 @@ class _Catcher:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self.found: tuple[Any, list[Tensor]] = None, []
+        self.payload: tuple[Any, list[Tensor]] = None, []
 
     def send(self, channel: Channel, meta: Any, tensors: Sequence[Tensor], shapes: Shapes = UNKNOWN) -> None:
         if channel.dst_rank == self._rank:
-            self.found = json.loads(json.dumps(meta)), [one.detach().clone() for one in tensors]
+            self.payload = json.loads(json.dumps(meta)), [tensor.detach().clone() for tensor in tensors]
 
     def post(self, channel: Channel, key: Hashable) -> None:
         pass

@@ -80,7 +80,7 @@ class DryRun(Feature, AroundSteps, AroundStep, Callback):
         self._running: Running | None = None
         self._began = 0.0
         self._base = self._enough = 0
-        self._counts: Callable[[Sent], Any] = lambda one: one.place
+        self._counts: Callable[[Sent], Any] = lambda sent: sent.place
 
     # --- doors ---
 
@@ -91,9 +91,9 @@ class DryRun(Feature, AroundSteps, AroundStep, Callback):
 
     def results(self) -> list[Tensor]:
         """Return the messages that tell a rank what another one has returned: a loss, and nothing beside it."""
-        found: list[Tensor] = []
-        TreeChannel(found.append, torch.device("cpu")).send(tree_of(StepResult(torch.ones(()))))
-        return found
+        messages: list[Tensor] = []
+        TreeChannel(messages.append, torch.device("cpu")).send(tree_of(StepResult(torch.ones(()))))
+        return messages
 
     def attach(self, running: Running) -> Attached | None:
         self._running = running
@@ -109,20 +109,22 @@ class DryRun(Feature, AroundSteps, AroundStep, Callback):
     # --- what it measures ---
 
     def step(self, course: Course) -> AroundStep:
-        parts = [part.batch for found in course.step.microbatches.values() for part in found]
-        forms = {str(tree_map_only(Tensor, lambda one: (one.shape, one.dtype), part)) for part in parts}
+        parts = [part.batch for replica in course.step.microbatches.values() for part in replica]
+        forms = {str(tree_map_only(Tensor, lambda tensor: (tensor.shape, tensor.dtype), part)) for part in parts}
         # of equal microbatches the first of each replica tells what all are
-        self._enough = len(course.step.microbatches if len(forms) == 1 else {one.microbatch for one in course.actions})
-        self._counts = (lambda one: one.place[0]) if len(forms) == 1 else (lambda one: one.place)
+        self._enough = len(
+            course.step.microbatches if len(forms) == 1 else {action.microbatch for action in course.actions}
+        )
+        self._counts = (lambda sent: sent.place[0]) if len(forms) == 1 else (lambda sent: sent.place)
         self._base = self.hollow.alive - self.hollow.size_of(self._gradients())
         return self
 
     def after(self, numbers: range) -> None:
-        sent = {} if self.transport is None else self.transport.sent
-        if self.wanted is not None and len({self._counts(one) for one in sent.get(self.wanted, ())}) >= self._enough:
+        edges = {} if self.transport is None else self.transport.sent
+        if self.wanted is not None and len({self._counts(sent) for sent in edges.get(self.wanted, ())}) >= self._enough:
             raise Enough
-        kept = self.hollow.alive - self._base - self.hollow.size_of(self._gradients())
-        self.memory["activations"] = max(self.memory["activations"], kept)
+        activations = self.hollow.alive - self._base - self.hollow.size_of(self._gradients())
+        self.memory["activations"] = max(self.memory["activations"], activations)
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         self.under_way.clear()
@@ -131,21 +133,21 @@ class DryRun(Feature, AroundSteps, AroundStep, Callback):
         self.hollow.peak, self._began = self.hollow.alive, time.perf_counter()
 
     def on_before_optimizer_step(self, *_: Any) -> None:
-        self.memory["gradients"] = sum(one.nbytes for one in self._gradients())
+        self.memory["gradients"] = sum(gradient.nbytes for gradient in self._gradients())
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.seconds.append(time.perf_counter() - self._began)
-        states = [value for one in trainer.optimizers for state in one.state.values() for value in state.values()]
-        self.memory["optimizer"] = self.hollow.size_of(one for one in states if isinstance(one, Tensor))
+        states = [value for opt in trainer.optimizers for state in opt.state.values() for value in state.values()]
+        self.memory["optimizer"] = self.hollow.size_of(state for state in states if isinstance(state, Tensor))
         self.memory["peak"] = self.hollow.peak
         self.messages = Messages(self.under_way)
 
     def _held(self) -> list[Tensor]:
         assert self._running is not None
-        return [one for one in self._running.module.parameters() if not is_remote(one)]
+        return [parameter for parameter in self._running.module.parameters() if not is_remote(parameter)]
 
     def _gradients(self) -> list[Tensor]:
-        return [one.grad for one in self._held() if one.grad is not None]
+        return [parameter.grad for parameter in self._held() if parameter.grad is not None]
 
 
 class HollowConstruction(Construction):
@@ -164,15 +166,15 @@ class HollowConstruction(Construction):
                 full = f"{path}.{name}".lstrip(".")
                 if parameter is not None and (full in held or id(parameter) in known):
                     if id(parameter) not in known:
-                        made = nn.Parameter(self._hollow.of(parameter.detach()), parameter.requires_grad)
-                        known |= {id(parameter): made, id(made): made}
+                        hollow = nn.Parameter(self._hollow.of(parameter.detach()), parameter.requires_grad)
+                        known |= {id(parameter): hollow, id(hollow): hollow}
                     part._parameters[name] = known[id(parameter)]
             for name, buffer in part._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     part._buffers[name] = known.setdefault(id(buffer), self._hollow.of(buffer))
             if isinstance(part, Metric):
                 defaults = private(part, "_defaults")
-                for name in [name for name, one in defaults.items() if isinstance(one, Tensor)]:
+                for name in [name for name, default in defaults.items() if isinstance(default, Tensor)]:
                     defaults[name] = torch.zeros(defaults[name].shape, dtype=defaults[name].dtype)
                     setattr(part, name, defaults[name].clone())
 
@@ -217,12 +219,12 @@ class Enough(BaseException):
 
 def alone(strategy: MultimodalStrategy, dry: DryRun) -> DryStrategy:
     """Return a strategy as `strategy`, whose rank runs alone."""
-    made: Any = copy(strategy)
-    made.__class__ = type("DryStrategy", (DryStrategy, type(strategy)), {})
-    made.accelerator = made.parallel_devices = made.cluster_environment = made.precision_plugin = None
-    made._features = (*strategy._features, dry)
-    made.dry, made._construction, made._process_group_backend = dry, HollowConstruction(dry.hollow), BACKEND
-    return made
+    dry_copy: Any = copy(strategy)
+    dry_copy.__class__ = type("DryStrategy", (DryStrategy, type(strategy)), {})
+    dry_copy.accelerator = dry_copy.parallel_devices = dry_copy.cluster_environment = dry_copy.precision_plugin = None
+    dry_copy._features = (*strategy._features, dry)
+    dry_copy.dry, dry_copy._construction, dry_copy._process_group_backend = dry, HollowConstruction(dry.hollow), BACKEND
+    return dry_copy
 
 
 class DryRuns:
@@ -248,16 +250,16 @@ class DryRuns:
             for edge in (edge for edge in self._topology.edges if edge[1] == stage):
                 for source in self._sources(rank, edge):
                     self._find(source, edge)
-        found: dict[Edge, list[Sent]] = {}
+        records: dict[Edge, list[Sent]] = {}
         for (_, name), sent in self._known.items():
-            found.setdefault(name, []).extend(sent)
-        return found
+            records.setdefault(name, []).extend(sent)
+        return records
 
     def _sources(self, rank: int, edge: tuple[StageKey, StageKey]) -> list[int]:
         """One rank of each instance that sends to a rank on an edge."""
         strategy = self.job.strategy
         counts = strategy.layout.microbatches(strategy.usual_microbatches())
-        places = [(one, index) for one in strategy.layout.replicas_of_rank(rank) for index in range(counts[one])]
+        places = [(replica, i) for replica in strategy.layout.replicas_of_rank(rank) for i in range(counts[replica])]
         places = [place for place in places if rank in self._topology.ranks_at(edge[1], *place)]
         ends = dict.fromkeys(self._topology.ranks_at(edge[0], *place) for place in places)
         return [ranks[0] for ranks in ends if rank not in ranks]

@@ -165,7 +165,7 @@ def trace(
         if isinstance(loss, Tensor) and loss.requires_grad:
             tracer.backward(loss)
     named = copy.named_parameters(remove_duplicate=False)
-    reached = frozenset(name for name, one in named if id(one) in tracer.reached)
+    reached = frozenset(name for name, parameter in named if id(parameter) in tracer.reached)
     uneven = frozenset(name for name, block in tracer.blocks.items() if not block.is_even)
     return Trace(tracer.units, tracer.exits, reached, uneven)
 
@@ -179,7 +179,7 @@ class _Tracer:
         self._partition, self._modalities, self._division, self._experts = partition, modalities, division, experts
         self.units = {name: [UnitUse() for _ in range(len(parts.paths) + 2)] for name, parts in partition.parts.items()}
         self.exits: dict[str, Storages] = {name: {} for name in partition.encoders}
-        self.blocks = {name: one.costs.trace(self._number, self._note) for name, one in division.in_blocks.items()}
+        self.blocks = {name: block.costs.trace(self._number, self._note) for name, block in division.in_blocks.items()}
         self._fake = HollowTensors(self._watch)
         self._within = [partition.loss_modality]  # modalities, the inner one last
         self._done = dict.fromkeys(partition.parts, 0)  # the unit of a modality that runs between its layers
@@ -201,37 +201,37 @@ class _Tracer:
         """Give the copy parameters without memory, and copies of the module's small buffers."""
         known: dict[int, Any] = {}
         shards = {id(p): self._division.shards.get(name) for name, p in copy.named_parameters()}
-        for one, original in zip(copy.modules(), module.modules(), strict=True):
-            for name, parameter in one._parameters.items():
+        for copied, original in zip(copy.modules(), module.modules(), strict=True):
+            for name, parameter in copied._parameters.items():
                 if parameter is not None:
                     if id(parameter) not in known:
                         known[id(parameter)] = self._parameter(parameter, shards[id(parameter)])
-                    one._parameters[name] = known[id(parameter)]
+                    copied._parameters[name] = known[id(parameter)]
             for name, buffer in original._buffers.items():
                 if buffer is not None:
                     large = buffer.is_meta or (buffer.is_floating_point() and buffer.numel() > _LARGE)
-                    one._buffers[name] = self._fake.of(buffer) if large else buffer.detach().cpu().clone()
+                    copied._buffers[name] = self._fake.of(buffer) if large else buffer.detach().cpu().clone()
 
     def _parameter(self, parameter: nn.Parameter, shard: Shard | None) -> nn.Parameter:
-        made = nn.Parameter(self._fake.of(parameter.detach()), parameter.requires_grad)
-        if made.requires_grad:
-            made.register_post_accumulate_grad_hook(self._drop_gradient)
-        self._parameters.add(number := self._number(made))
+        hollow = nn.Parameter(self._fake.of(parameter.detach()), parameter.requires_grad)
+        if hollow.requires_grad:
+            hollow.register_post_accumulate_grad_hook(self._drop_gradient)
+        self._parameters.add(number := self._number(hollow))
         if shard is not None:
             self._locals[number] = torch.Size(shard.local_shape(parameter.shape, 0)).numel() / max(parameter.numel(), 1)
-        self._weights[number] = self._locals.get(number, 1.0), made.requires_grad
-        return made
+        self._weights[number] = self._locals.get(number, 1.0), hollow.requires_grad
+        return hollow
 
     @contextmanager
     def tracing(self, copy: nn.Module) -> Generator[None, None, None]:
         """Note all calls until the end of the context."""
-        undo = [one for block in self.blocks.values() for one in block.attach(copy)]
+        undo = [remove for block in self.blocks.values() for remove in block.attach(copy)]
         for path, role in self._division.roles.items():
-            block, one = self.blocks.get(group := self._division.groups[path]), copy.get_submodule(path)
+            block, layer = self.blocks.get(group := self._division.groups[path]), copy.get_submodule(path)
             if role in _SHARDED and not (block is not None and block.is_adapter(path)):
                 degree = self._division.degrees[group]
-                undo.append(one.register_forward_pre_hook(self._enters_shards).remove)
-                undo.append(one.register_forward_hook(partial(self._leaves_shards, role, degree)).remove)
+                undo.append(layer.register_forward_pre_hook(self._enters_shards).remove)
+                undo.append(layer.register_forward_hook(partial(self._leaves_shards, role, degree)).remove)
         undo += [copy.get_submodule(path).register_forward_pre_hook(self._exchanges).remove for path in self._experts]
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         partition = self._partition
@@ -341,42 +341,42 @@ class _Tracer:
         tensor, self._backward_of = packed
         return tensor
 
-    def _watch(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor], args: Sequence[Any]) -> None:
-        known = {self._number(one) for one in given}
-        degree = max((self._degrees.get(number, 1) for number in known), default=1)
+    def _watch(self, func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], args: Sequence[Any]) -> None:
+        input_numbers = {self._number(tensor) for tensor in inputs}
+        degree = max((self._degrees.get(number, 1) for number in input_numbers), default=1)
         use, results = self._use, {}
-        fresh = any(one.untyped_storage()._cdata not in self._numbers for one in made)
-        for one in made:
-            is_new = one.untyped_storage()._cdata not in self._numbers
-            number = self._number(one)
+        fresh = any(output.untyped_storage()._cdata not in self._numbers for output in outputs)
+        for output in outputs:
+            is_new = output.untyped_storage()._cdata not in self._numbers
+            number = self._number(output)
             if is_new:
                 if degree > 1:
                     self._degrees[number] = degree
-                size = one.untyped_storage().nbytes()
-                is_copy = len(known) == 1 and known <= self._locals.keys()  # in another dtype
+                size = output.untyped_storage().nbytes()
+                is_copy = len(input_numbers) == 1 and input_numbers <= self._locals.keys()  # in another dtype
                 if is_copy:
-                    size = int(size * self._locals[min(known)])
+                    size = int(size * self._locals[min(input_numbers)])
                 elif self._inside is not None and (block := self._block) is not None:
-                    size = block.part(number, one, known)
+                    size = block.part(number, output, input_numbers)
                 else:
                     size = self._on_one_rank(size, degree)
                 self._resize(number, size)
                 self._passes(number, True)
             if number not in self._parameters:
                 results[number] = self._bytes[number]
-        if self._backward_of is None and made:
-            self._count(func, given, made, args, degree, fresh=fresh)
+        if self._backward_of is None and outputs:
+            self._count(func, inputs, outputs, args, degree, fresh=fresh)
         if self._backward_of is None and self._inside is not None:
             use.results.setdefault(func._schema.name.replace("::", "."), {}).update(results)
         # autograd adds up two gradients in the memory of the first one, which it does not do for tensors of a subclass
-        in_place = self._backward_of is not None and func is torch.ops.aten.add.Tensor and len(given) == 2
-        use.working = max(use.working, self._beside - (made[0].untyped_storage().nbytes() if in_place else 0))
+        in_place = self._backward_of is not None and func is torch.ops.aten.add.Tensor and len(inputs) == 2
+        use.working = max(use.working, self._beside - (outputs[0].untyped_storage().nbytes() if in_place else 0))
 
     def _count(
         self,
         func: Any,
-        given: Sequence[Tensor],
-        made: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
         args: Sequence[Any],
         degree: int,
         *,
@@ -384,34 +384,34 @@ class _Tracer:
     ) -> None:
         """Add what an operation of a forward computes, of full sequences; views compute nothing."""
         work, packet = self._use.work, func._overloadpacket
-        weight = next((self._weights[number] for one in given if (number := self._number(one)) in self._weights), None)
+        weight = next((self._weights[number] for t in inputs if (number := self._number(t)) in self._weights), None)
         share, trains = weight or (1 / degree, False)
         if weight is not None and packet is torch.ops.aten._to_copy:  # of autocast
-            self._weights[self._number(made[0])] = weight
+            self._weights[self._number(outputs[0])] = weight
         if packet._qualified_op_name.startswith("aten::_scaled_dot_product"):
-            query, key, value = given[:3]
+            query, key, value = inputs[:3]
             pairs = query.numel() // query.shape[-1] * key.shape[-2]
             is_causal = len(args) > 4 and args[4] is True
             work.attention += 2 * pairs * (query.shape[-1] + value.shape[-1]) * share * (0.5 if is_causal else 1.0)
             work.keys += (key.numel() + value.numel()) * key.element_size() * share
         elif packet in flop_registry or func is GROUPED:
             if func is GROUPED:
-                flops = 2 * given[0].numel() * made[0].shape[-1] * share
+                flops = 2 * inputs[0].numel() * outputs[0].shape[-1] * share
             else:
-                flops = flop_registry[packet](*args, out_val=made[0] if len(made) == 1 else made) * share
+                flops = flop_registry[packet](*args, out_val=outputs[0] if len(outputs) == 1 else outputs) * share
             work.flops += flops
             work.trained += flops * trains
             if trains and packet is not torch.ops.aten.convolution:
-                self._put_off(given, made[0])
+                self._put_off(inputs, outputs[0])
         elif fresh:
-            parts = ((one, max(one.untyped_storage().nbytes(), 1)) for one in (*given, *made))
-            work.moved += sum(self._bytes[self._number(one)] * min(one.nbytes / whole, 1.0) for one, whole in parts)
+            parts = ((t, max(t.untyped_storage().nbytes(), 1)) for t in (*inputs, *outputs))
+            work.moved += sum(self._bytes[self._number(t)] * min(t.nbytes / whole, 1.0) for t, whole in parts)
 
-    def _put_off(self, given: Sequence[Tensor], made: Tensor) -> None:
+    def _put_off(self, inputs: Sequence[Tensor], output: Tensor) -> None:
         """Note what the weight gradient of a product is made of: its input, and the gradient of its result."""
-        inputs = [number for one in given if (number := self._number(one)) not in self._weights]
-        size = self._bytes[self._number(made)]
-        self._use.put_off |= {number: self._bytes[number] for number in inputs} | {self._beyond(size): size}
+        numbers = [number for tensor in inputs if (number := self._number(tensor)) not in self._weights]
+        size = self._bytes[self._number(output)]
+        self._use.put_off |= {number: self._bytes[number] for number in numbers} | {self._beyond(size): size}
 
     def _on_one_rank(self, size: int, degree: int) -> int:
         """Bytes on one rank of a storage that the unit makes which runs now."""
@@ -434,10 +434,10 @@ class _Tracer:
 
     def _enters_shards(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         """What a sharded layer takes is gathered in front of it, where it was a shard of the sequence."""
-        for one in args if self._block is None else ():
-            if isinstance(one, Tensor) and (number := self._number(one)) not in self._degrees:
+        for argument in args if self._block is None else ():
+            if isinstance(argument, Tensor) and (number := self._number(argument)) not in self._degrees:
                 modality = self._modalities[self._unit[0]]
-                self._resize(number, one.untyped_storage().nbytes() // modality.cp_size)
+                self._resize(number, argument.untyped_storage().nbytes() // modality.cp_size)
 
     def _leaves_shards(self, role: str, degree: int, module: nn.Module, args: Any, result: Any) -> None:
         if role in ("column", "row") and self._inside is not None and args:
@@ -445,35 +445,35 @@ class _Tracer:
         if self._block is not None:
             return
         out_is_sharded = _SHARDED[role]
-        for one in tree_leaves(result):
-            if isinstance(one, Tensor):
-                number, size = self._number(one), one.untyped_storage().nbytes()
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                number, size = self._number(leaf), leaf.untyped_storage().nbytes()
                 self._degrees.pop(number, None)
                 if out_is_sharded:
                     self._degrees[number] = degree
                 self._resize(number, self._on_one_rank(size, degree if out_is_sharded else 1))
 
-    def _note_product(self, role: str, module: Any, given: Tensor, made: Tensor) -> None:
-        use, width, block = self._use, made.element_size(), self._block
-        sizes = given.numel() * width, made.numel() * width, module.weight.numel() * width
-        number = self._number(given)
-        one = Product(role, number, *sizes, given.requires_grad, module.weight.requires_grad)
-        use.products.append(one)
+    def _note_product(self, role: str, module: Any, operand: Tensor, output: Tensor) -> None:
+        use, width, block = self._use, output.element_size(), self._block
+        sizes = operand.numel() * width, output.numel() * width, module.weight.numel() * width
+        number = self._number(operand)
+        product = Product(role, number, *sizes, operand.requires_grad, module.weight.requires_grad)
+        use.products.append(product)
         if block is not None:
-            if made.requires_grad:  # products of blocks keep their input, also where their weight is frozen
+            if output.requires_grad:  # products of blocks keep their input, also where their weight is frozen
                 use.saved[number] = self._bytes[number]
-            use.working = max(use.working, self._beside + block.moment(one))
+            use.working = max(use.working, self._beside + block.moment(product))
 
-    def _note(self, kind: str, given: Tensor, made: Tensor) -> None:
-        sizes = given.numel() * given.element_size(), made.numel() * made.element_size()
-        self._use.products.append(Product(kind, self._number(given), *sizes, 0, made.requires_grad, False))
+    def _note(self, kind: str, operand: Tensor, output: Tensor) -> None:
+        sizes = operand.numel() * operand.element_size(), output.numel() * output.element_size()
+        self._use.products.append(Product(kind, self._number(operand), *sizes, 0, output.requires_grad, False))
         if kind == "adapter" and self._block is not None:  # a rank has all columns of its rows
-            self._resize(self._number(made), self._block.of_rows(sizes[1]))
+            self._resize(self._number(output), self._block.of_rows(sizes[1]))
 
     def _exchanges(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         """Count the rows of an exchange: two are kept, of those that came, and as many are sent for a moment."""
-        tensors = [one for one in args if isinstance(one, Tensor)]
-        index = next((one for one in tensors if not one.is_floating_point()), None)
+        tensors = [tensor for tensor in args if isinstance(tensor, Tensor)]
+        index = next((tensor for tensor in tensors if not tensor.is_floating_point()), None)
         if index is None:
             return
         name, use = self._unit[0], self._use

@@ -87,23 +87,23 @@ class StageFlight:
         """Bytes of a microbatch when a backward has freed all units, all but the first, and so on."""
         if not self.has_backward:
             return [0] * (len(self.kept) + 1)
-        found: Storages = dict(self.passed)
-        sums = [sum(found.values())]
+        held: Storages = dict(self.passed)
+        sums = [sum(held.values())]
         for storages in self.kept:
-            found |= storages
-            sums.append(sum(found.values()))
+            held |= storages
+            sums.append(sum(held.values()))
         return sums
 
     @cached_property
     def remaining_put_off(self) -> list[int]:
         """As `remaining`, of a backward that puts weight gradients off."""
-        found = []
+        sums = []
         for done in range(len(self.kept) + 1):
-            storages: Storages = dict(self.passed) if done else {}
-            for one in (*self.kept[:done], *self.put_off[done:]):
-                storages |= one
-            found.append(sum(storages.values()))
-        return found
+            held: Storages = dict(self.passed) if done else {}
+            for storages in (*self.kept[:done], *self.put_off[done:]):
+                held |= storages
+            sums.append(sum(held.values()))
+        return sums
 
     @cached_property
     def is_joint(self) -> Sequence[bool]:
@@ -113,11 +113,11 @@ class StageFlight:
     @cached_property
     def joint(self) -> list[int]:
         """Of `remaining`, what units of joined calls hold, beside what is passed."""
-        found: Storages = {}
+        held: Storages = {}
         sums = [0]
         for number, storages in enumerate(self.kept):
-            found |= storages if self.has_backward and self.is_joint[number] else {}
-            sums.append(sum(size for key, size in found.items() if key not in self.passed))
+            held |= storages if self.has_backward and self.is_joint[number] else {}
+            sums.append(sum(size for key, size in held.items() if key not in self.passed))
         return sums
 
     def of_call(self, values: Sequence[int], size: int) -> list[int]:
@@ -127,16 +127,16 @@ class StageFlight:
     def left_by_call(self, left: Sequence[int], size: int) -> Sequence[int]:
         """Return what a backward leaves after each unit, which goes on through joined units for `size` microbatches."""
         if not size:
-            return [max(one, left[0] + self.joint[-1]) for one in left]
-        return [one + (size - 1) * more for one, more in zip(left, self.joint, strict=True)]
+            return [max(rest, left[0] + self.joint[-1]) for rest in left]
+        return [rest + (size - 1) * more for rest, more in zip(left, self.joint, strict=True)]
 
     @cached_property
     def leaves(self) -> int:
         """Bytes of a microbatch that leave for the host."""
-        found: Storages = {}
+        leaving: Storages = {}
         for storages, away in zip(self.kept, self.away, strict=True):
-            found |= storages if away else {}
-        return sum(size for number, size in found.items() if number not in self.passed) if self.has_backward else 0
+            leaving |= storages if away else {}
+        return sum(size for number, size in leaving.items() if number not in self.passed) if self.has_backward else 0
 
 
 def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> Flight:
@@ -146,7 +146,7 @@ def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> 
         actions: in their order.
         stages: of the rank.
     """
-    backs = {(one.stage, one.microbatch): number for number, one in enumerate(actions) if one.passes_gradients}
+    backs = {(action.stage, action.microbatch): at for at, action in enumerate(actions) if action.passes_gradients}
     held: dict[tuple[StageKey, int], int] = {}
     host: dict[tuple[StageKey, int], int] = {}
     most = peak = most_host = 0
@@ -200,14 +200,14 @@ def _calls(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) ->
     for action in actions:
         if action.kind is Kind.F:
             forwards.setdefault(action.stage, []).append(action.microbatch)
-    came, found = Counter[tuple[StageKey, int, bool]](), list[tuple[tuple[StageKey, int], int]]()
+    came, calls = Counter[tuple[StageKey, int, bool]](), list[tuple[tuple[StageKey, int], int]]()
     for action in actions:
         size, is_forward = stages[action.stage].per_call, action.kind is Kind.F
         group = action.stage, forwards[action.stage].index(action.microbatch) // size
         count = min(size, len(forwards[action.stage]) - size * group[1])
         came[(*group, is_forward)] += is_forward or action.passes_gradients
-        found.append((group, count if came[(*group, is_forward)] == (1 if is_forward else count) else 0))
-    return found
+        calls.append((group, count if came[(*group, is_forward)] == (1 if is_forward else count) else 0))
+    return calls
 
 
 def _back(
@@ -223,11 +223,11 @@ def _back(
 
 
 def _ending(stage: StageFlight) -> list[tuple[int, int]]:
-    found, came = [], 0
+    ending, came = [], 0
     for number in reversed(range(len(stage.kept))):
         came += stage.gradients[number]
-        found.append((came, stage.remaining[number]))
-    return found
+        ending.append((came, stage.remaining[number]))
+    return ending
 
 
 def reduced(gradients: Sequence[Reduced], bucket_bytes: int, ending: Sequence[tuple[int, int]]) -> int:
@@ -241,10 +241,10 @@ def reduced(gradients: Sequence[Reduced], bucket_bytes: int, ending: Sequence[tu
         bucket_bytes: of a message, at most.
         ending: as in a `Flight`.
     """
-    shared = [number for number, one in enumerate(gradients) if one.own is not None]
-    whole = [number for number, one in enumerate(gradients) if one.own is None]
+    shared = [number for number, gradient in enumerate(gradients) if gradient.own is not None]
+    whole = [number for number, gradient in enumerate(gradients) if gradient.own is None]
     buckets = [*_buckets(gradients, shared, bucket_bytes), *_buckets(gradients, whole, bucket_bytes)]
-    now = peak = sum(one.whole for one in gradients)
+    now = peak = sum(gradient.whole for gradient in gradients)
     came = carried = rows = 0
     for bucket in sorted(buckets, key=min, reverse=True):
         size = sum(gradients[number].whole for number in bucket)
@@ -262,13 +262,13 @@ def reduced(gradients: Sequence[Reduced], bucket_bytes: int, ending: Sequence[tu
 
 def _buckets(gradients: Sequence[Reduced], numbers: Sequence[int], most_bytes: int) -> list[list[int]]:
     """The numbers of gradients that travel together: at most a quarter of all, from the last to the first."""
-    found: list[list[int]] = []
+    buckets: list[list[int]] = []
     size = 0
     for number in reversed(numbers):
         add = gradients[number].whole
-        if not found or size + add > most_bytes or len(found[-1]) == -(-len(numbers) // 4):
-            found.append([])
+        if not buckets or size + add > most_bytes or len(buckets[-1]) == -(-len(numbers) // 4):
+            buckets.append([])
             size = 0
-        found[-1].append(number)
+        buckets[-1].append(number)
         size += add
-    return found
+    return buckets

@@ -76,7 +76,7 @@ class HollowTensors(TorchDispatchMode):
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return a hollow tensor on the CPU in place of `tensor`, which may be on the meta device."""
-        return self._made(tensor).requires_grad_(tensor.requires_grad)
+        return self._new_like(tensor).requires_grad_(tensor.requires_grad)
 
     def is_hollow(self, tensor: Tensor) -> bool:
         """Whether a tensor has no values."""
@@ -84,41 +84,41 @@ class HollowTensors(TorchDispatchMode):
 
     def size_of(self, tensors: Any) -> int:
         """Return the bytes of the storages of some tensors, each counted once."""
-        storages = {one._cdata: one.nbytes() for one in (tensor.untyped_storage() for tensor in tensors)}
+        storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
         return sum(storages.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = self._kinds.get(func) or self._kinds.setdefault(func, _kind(func))
-        if (kind == "view" and self._watch is None) or any(one.__torch_dispatch__ is not _PLAIN for one in types):
+        if (kind == "view" and self._watch is None) or any(cls.__torch_dispatch__ is not _PLAIN for cls in types):
             return func(*args, **kwargs)  # a class with a dispatch of its own gets it now
-        given = _tensors((args, [*kwargs.values()]))
-        made = self._computed(func, kind, given, args, kwargs)
+        inputs = _tensors((args, [*kwargs.values()]))
+        outputs = self._computed(func, kind, inputs, args, kwargs)
         if self._watch is not None:
-            self._watch(func, given, _tensors([made]), args)
-        return made
+            self._watch(func, inputs, _tensors([outputs]), args)
+        return outputs
 
-    def _computed(self, func: Any, kind: str, given: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
-        keys = [one.untyped_storage()._cdata for one in given]
+    def _computed(self, func: Any, kind: str, inputs: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
+        keys = [tensor.untyped_storage()._cdata for tensor in inputs]
         if kind in ("new", "write"):
-            large = [one for one in given if one.is_floating_point() and one.numel() > _LARGE]
+            large = [tensor for tensor in inputs if tensor.is_floating_point() and tensor.numel() > _LARGE]
             if large or not self._hollow.isdisjoint(keys):
-                nan = not self._nan.isdisjoint(keys) or any(self._begins_with_nan(one) for one in large)
+                nan = not self._nan.isdisjoint(keys) or any(self._begins_with_nan(tensor) for tensor in large)
                 return self._without_values(func, kind, args, kwargs, nan)
-        takes_device = any(one.name == "device" for one in func._schema.arguments)
-        if not given and takes_device and kwargs.get("device") in (None, _CPU):
+        takes_device = any(argument.name == "device" for argument in func._schema.arguments)
+        if not inputs and takes_device and kwargs.get("device") in (None, _CPU):
             shown = func(*args, **{**kwargs, "device": "meta", "pin_memory": None})
             if shown.is_floating_point() and shown.numel() > _FEW:
-                return self._made(shown, any(one != one for one in args))
-        made = func(*args, **kwargs)
-        for one in _tensors([made]):
-            self._note(one)
-        return made
+                return self._new_like(shown, any(argument != argument for argument in args))
+        outputs = func(*args, **kwargs)
+        for tensor in _tensors([outputs]):
+            self._note(tensor)
+        return outputs
 
     def _without_values(self, func: Any, kind: str, args: Any, kwargs: Mapping[str, Any], nan: bool) -> Any:
         if func is _SCALAR and (args[0].is_floating_point() or args[0].dtype == torch.bool):  # of a large tensor
             return (_NAN if nan else 1.0) if args[0].is_floating_point() else nan
-        masks = [one for one in args[1] if one is not None and one.dtype == torch.bool] if func is _INDEX else []
+        masks = [mask for mask in args[1] if mask is not None and mask.dtype == torch.bool] if func is _INDEX else []
         is_dynamic = torch.Tag.dynamic_output_shape in func.tags and func is not _INDEX
         if func is _SCALAR or is_dynamic or any(map(self.is_hollow, masks)):
             rule = "It depends on values that a dry run does not have, as how many tokens a router sends where"
@@ -126,24 +126,24 @@ class HollowTensors(TorchDispatchMode):
         if masks:
             args = (args[0], _places(args[1]))
         written = _written(func, args, kwargs) if kind == "write" else []
-        for one in written:
-            self._note(one)
-            self._hide(one, nan)
-        if written and all(one.alias_info is not None for one in func._schema.returns):
+        for tensor in written:
+            self._note(tensor)
+            self._hide(tensor, nan)
+        if written and all(output.alias_info is not None for output in func._schema.returns):
             return None if not func._schema.returns else written[0] if len(written) == 1 else tuple(written)
-        return tree_map_only(Tensor, lambda one: self._made(one, nan), self._shown(func, args, kwargs))
+        return tree_map_only(Tensor, lambda shown: self._new_like(shown, nan), self._shown(func, args, kwargs))
 
     def _shown(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """The results of an operation on the meta device, found once for each form of what it takes."""
         key = func, _form(args), _form([*kwargs.values()])
         if key not in self._known:
-            given, options = tree_map_only(Tensor, lambda one: _like(one, "meta"), (args, dict(kwargs)))
+            arguments, options = tree_map_only(Tensor, lambda tensor: _like(tensor, "meta"), (args, dict(kwargs)))
             if options.get("device") is not None:
                 options["device"] = torch.device("meta")
-            self._known[key] = (_grouped if func is GROUPED else func)(*given, **options)
+            self._known[key] = (_grouped if func is GROUPED else func)(*arguments, **options)
         return self._known[key]
 
-    def _made(self, shown: Tensor, nan: bool = False) -> Tensor:
+    def _new_like(self, shown: Tensor, nan: bool = False) -> Tensor:
         """A tensor like the one that is shown."""
         tensor = _like(shown)
         self._note(tensor)
@@ -184,7 +184,7 @@ def _kind(func: Any) -> str:
         return "view"
     if func.overloadpacket in (_aten.set_, _aten.resize_):
         return "form"
-    return "write" if any(_is_written(one) for one in func._schema.arguments) else "new"
+    return "write" if any(_is_written(argument) for argument in func._schema.arguments) else "new"
 
 
 def _is_written(argument: Any) -> bool:
@@ -193,19 +193,19 @@ def _is_written(argument: Any) -> bool:
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an operation writes to."""
-    places = [(place, one.name) for place, one in enumerate(func._schema.arguments) if _is_written(one)]
+    places = [(place, argument.name) for place, argument in enumerate(func._schema.arguments) if _is_written(argument)]
     return _tensors([args[place] if place < len(args) else kwargs.get(name) for place, name in places])
 
 
-def _tensors(given: Any) -> list[Tensor]:
+def _tensors(arguments: Any) -> list[Tensor]:
     """The tensors in a list of arguments, and in lists in it."""
-    found: list[Tensor] = []
-    for one in given:
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif isinstance(one, (list, tuple)):
-            found += _tensors(one)
-    return found
+    tensors: list[Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            tensors += _tensors(argument)
+    return tensors
 
 
 def _form(given: Any) -> Any:
@@ -229,11 +229,11 @@ def _grouped(a: Tensor, b: Tensor, ends: Tensor | None = None, bias: Any = None,
 
 def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Indices with the places of what masks choose instead of the masks."""
-    found: list[Tensor | None] = []
+    places: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype == torch.bool
-        found += index.nonzero().unbind(1) if index is not None and is_mask else [index]
-    return found
+        places += index.nonzero().unbind(1) if index is not None and is_mask else [index]
+    return places
 
 
 _STEPS = 1000
@@ -301,8 +301,8 @@ class OptimizerStates:
         }
         self._group_of = {
             name: groups[id(parameter)]
-            for one in (module, copy)
-            for name, parameter in one.named_parameters(remove_duplicate=False)
+            for root in (module, copy)
+            for name, parameter in root.named_parameters(remove_duplicate=False)
             if id(parameter) in groups
         }
         self._known: dict[Any, StateBytes | None] = {}
@@ -325,10 +325,10 @@ class OptimizerStates:
     ) -> StateBytes | None:
         try:
             with kept_random_state():
-                kept, working, moved = self._step(optimizer, group, shape, dtype, 1)
+                states, working, moved = self._step(optimizer, group, shape, dtype, 1)
                 _, several, _ = self._step(optimizer, group, shape, dtype, 4)
                 together = several > 2.5 * working  # up to twice as much is left over from the parameter before
-                return StateBytes(kept, working, together, moved)
+                return StateBytes(states, working, together, moved)
         except Exception:  # whatever a class of somebody else's does with tensors that have no values
             return None
 
@@ -338,9 +338,9 @@ class OptimizerStates:
         """Bytes of states, at most of other tensors in a step on `count` parameters, and that it reads and writes."""
         moved = 0
 
-        def watch(func: Any, given: Sequence[Tensor], made: Sequence[Tensor], _: Any) -> None:
+        def watch(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], _: Any) -> None:
             nonlocal moved
-            moved += 0 if func.is_view else sum(tensor.nbytes for tensor in (*given, *made))
+            moved += 0 if func.is_view else sum(tensor.nbytes for tensor in (*inputs, *outputs))
 
         hollow = HollowTensors(watch)
         parameters = [nn.Parameter(hollow.of(torch.empty(shape, dtype=dtype, device="meta"))) for _ in range(count)]
@@ -355,8 +355,8 @@ class OptimizerStates:
             for _ in range(2):
                 hollow.peak = moved = 0
                 probe.step()
-        kept = hollow.size_of(one for one in tree_leaves(list(probe.state.values())) if isinstance(one, Tensor))
-        return kept, max(hollow.peak - 2 * sum(parameter.nbytes for parameter in parameters) - kept, 0), moved
+        states = hollow.size_of(leaf for leaf in tree_leaves(list(probe.state.values())) if isinstance(leaf, Tensor))
+        return states, max(hollow.peak - 2 * sum(parameter.nbytes for parameter in parameters) - states, 0), moved
 
 
 def _optimizers(returned: Any) -> Iterator[Optimizer]:
@@ -366,5 +366,5 @@ def _optimizers(returned: Any) -> Iterator[Optimizer]:
     elif isinstance(returned, Mapping):
         yield from _optimizers(returned.get("optimizer"))
     elif isinstance(returned, list | tuple):
-        for one in returned:
-            yield from _optimizers(one)
+        for part in returned:
+            yield from _optimizers(part)

@@ -52,7 +52,7 @@ class Holding(NamedTuple):
 
 def holdings(plan: Plan, module: nn.Module) -> list[Holding]:
     """Return what each place holds, by rank and then by modality; a rank with several modalities has several places."""
-    found, shards = [], DataShards(plan)
+    per_place, shards = [], DataShards(plan)
     known: dict[Any, tuple[tuple[str, ...], int, int]] = {}
     named = [*module.named_parameters(remove_duplicate=False)]
     for place in sorted(plan.layout.places, key=lambda place: place.rank):  # stable: modalities keep their order
@@ -64,8 +64,8 @@ def holdings(plan: Plan, module: nn.Module) -> list[Holding]:
             counts = {name: _elements(plan, shards, name, p, place) for name, p in held.items()}
             size = sum(counts[name] * plan.held_dtype(p).itemsize for name, p in held.items())
             known[key] = layers, sum(counts.values()), size
-        found.append(Holding(place, cuts, *known[key]))
-    return found
+        per_place.append(Holding(place, cuts, *known[key]))
+    return per_place
 
 
 def as_json(held: Sequence[Holding], memory: Sequence[RankMemory]) -> list[dict[str, Any]]:
@@ -79,12 +79,12 @@ def as_json(held: Sequence[Holding], memory: Sequence[RankMemory]) -> list[dict[
         held: of all places.
         memory: of all ranks; where there is none, entries have none.
     """
-    sizes = [one._asdict() for one in memory]
+    sizes = [estimate._asdict() for estimate in memory]
     return [
-        one.place._asdict()
-        | {"layers": list(one.layers), "parameters": one.parameters}
-        | ({"memory": {key: v for key, v in sizes[one.place.rank].items() if key != "rank"}} if sizes else {})
-        for one in held
+        holding.place._asdict()
+        | {"layers": list(holding.layers), "parameters": holding.parameters}
+        | ({"memory": {key: v for key, v in sizes[holding.place.rank].items() if key != "rank"}} if sizes else {})
+        for holding in held
     ]
 
 
@@ -221,8 +221,8 @@ def changed(plan: Plan, modalities: Mapping[str, Modality]) -> Plan:
     """
     partition = plan.partition
     sizes = {name: [cut.last - cut.first for cut in cuts] for name, cuts in partition.stages.items()}
-    kept = {name: kept_of(name, modality, sizes[name]) for name, modality in modalities.items()}
-    partition = replace(partition, kept={name: one for name, one in kept.items() if one})
+    kept_of_layers = {name: kept_of(name, modality, sizes[name]) for name, modality in modalities.items()}
+    partition = replace(partition, kept={name: layers for name, layers in kept_of_layers.items() if layers})
     return replace(plan, modalities=modalities, partition=partition)
 
 
@@ -232,11 +232,11 @@ _UNKNOWN = "?"
 def memory_table(memory: Sequence[RankMemory]) -> Table:
     """Return a row per rank; ranks in a row that need the same share one."""
     runs: list[list[RankMemory]] = []
-    for one in memory:
-        if runs and one[1:] == runs[-1][0][1:]:
-            runs[-1].append(one)
+    for estimate in memory:
+        if runs and estimate[1:] == runs[-1][0][1:]:
+            runs[-1].append(estimate)
         else:
-            runs.append([one])
+            runs.append([estimate])
     rows = []
     for first, *others in runs:
         ranks = f"{first.rank}-{others[-1].rank}" if others else str(first.rank)
@@ -263,7 +263,7 @@ def options_table(plan: Plan, step: Step) -> Table:
 
 def _most(plan: Plan, step: Step) -> tuple[str, str]:
     memory = memory_of(plan, step)
-    return memory_text(max(one.peak for one in memory)), memory_text(max(one.host for one in memory))
+    return memory_text(max(rank.peak for rank in memory)), memory_text(max(rank.host for rank in memory))
 
 
 def _variants(plan: Plan) -> Iterator[tuple[str, Mapping[str, Modality]]]:

@@ -164,8 +164,8 @@ class LayoutCosts:
         for name, modality in modalities.items():
             factor = samples / self.samples / modality.cp_size
 
-            def size(one: float, two: float, tp: int = modality.tp_size, factor: float = factor) -> int:
-                return round(_on_ranks(one, two, tp) * factor)
+            def size(single: float, of_two: float, tp: int = modality.tp_size, factor: float = factor) -> int:
+                return round(_on_ranks(single, of_two, tp) * factor)
 
             units[name] = [_use(*pair, size) for pair in self._pairs(name)]
             if name in self.alone.exits:
@@ -189,8 +189,8 @@ class LayoutCosts:
         A backward that was not measured, or that the roofline does not have, gets the scale of its forward.
         """
         scales, trainable = {}, self.step.trainable
-        encoders = [one for name, row in self.rows.items() if name != loss_modality for one in row]
-        passes_on = any(not trainable.isdisjoint(one.costs) for one in encoders)
+        encoders = [unit for name, row in self.rows.items() if name != loss_modality for unit in row]
+        passes_on = any(not trainable.isdisjoint(unit.costs) for unit in encoders)
         for name, seconds in told.items():
             units = self.units(name, Modality(), self.samples)
             backwards = step_costs(units, trainable, passes_on and name == loss_modality)
@@ -202,10 +202,10 @@ class LayoutCosts:
                 scales[name] = [_scale(seconds[0], Measured(forward, backward))] * len(guessed)
         return scales
 
-    def _unit(self, unit: Unit, one: UnitUse, two: UnitUse, modality: Modality, factor: float, scale: Measured) -> Unit:
+    def _unit(self, unit: Unit, use: UnitUse, two: UnitUse, modality: Modality, factor: float, scale: Measured) -> Unit:
         tp, cp, ep = modality.tp_size, modality.cp_size, modality.ep_size
         named = [each.name for each in fields(Work)]
-        work = Work(*(_on_ranks(getattr(one.work, n), getattr(two.work, n), tp) * factor for n in named))
+        work = Work(*(_on_ranks(getattr(use.work, n), getattr(two.work, n), tp) * factor for n in named))
         within, block, beyond = (self.cluster.link(range(size)) for size in (tp, tp * cp, tp * ep))
         sums = {p.source: p.given for p in two.products if p.kind == "column" and p.passes}
         results = [p.made for p in two.products if p.kind == "row"]
@@ -236,7 +236,7 @@ class LayoutCosts:
         return self._timed(plan, samples, self._messages(plan, samples))
 
     def _timed(self, plan: Plan, samples: float, messages: _Messages) -> Plan:
-        found: dict[StageKey, tuple[Unit, ...]] = {}
+        units: dict[StageKey, tuple[Unit, ...]] = {}
         for name, cuts in plan.partition.stages.items():
             modality = plan.modalities[name]
             width = modality.tp_size * modality.cp_size  # by which graphs divide
@@ -246,9 +246,9 @@ class LayoutCosts:
                 *others, last = again[span_of(cut, cuts)]
                 stage = plan.topology.stage_of[cut.name]
                 taken = sum(link.taken(size) for edge, (link, size) in messages.items() if stage in edge)
-                found[cut.name] = (*others, _with_messages(last, taken * width))
+                units[cut.name] = (*others, _with_messages(last, taken * width))
         modalities = {name: replace(modality, cost=None) for name, modality in plan.modalities.items()}
-        return replace(plan, modalities=modalities, partition=replace(plan.partition, units=found))
+        return replace(plan, modalities=modalities, partition=replace(plan.partition, units=units))
 
     def step_time(self, plan: Plan, schedule: AnySchedule, samples: int, count: int, played: int) -> StepTime:
         """Return the time of a step.
@@ -320,7 +320,7 @@ class LayoutCosts:
 
     def _messages(self, plan: Plan, samples: float) -> _Messages:
         trace, topology = self.trace(plan.modalities, samples), plan.topology
-        found: _Messages = {}
+        messages: _Messages = {}
         for source, target in topology.edges:
             size = 0
             for name, cuts in plan.partition.stages.items():
@@ -330,9 +330,9 @@ class LayoutCosts:
                 if name in topology.consumes.get(target, ()) and topology.stage_of[cuts[-1].name] == source:
                     size += sum(trace.exits[name].values())
             link = self.cluster.link((topology.instances(source)[0][0], topology.instances(target)[0][0]))
-            parts = min(plan.modalities[one.modality].tp_size for one in (source, target))
-            found[source, target] = link, size / parts
-        return found
+            parts = min(plan.modalities[stage.modality].tp_size for stage in (source, target))
+            messages[source, target] = link, size / parts
+        return messages
 
 
 def _with_messages(unit: Unit, taken: float) -> Unit:
@@ -342,9 +342,9 @@ def _with_messages(unit: Unit, taken: float) -> Unit:
     return replace(unit, forward=forward, recomputed=recomputed / forward, backward=backward / forward)
 
 
-def _on_ranks(one: float, two: float, ranks: int) -> float:
+def _on_ranks(single: float, of_two: float, ranks: int) -> float:
     """What one of `ranks` tensor parallel ranks has, given what one rank and one of two have."""
-    return one - 2 * (one - two) * (1 - 1 / ranks)
+    return single - 2 * (single - of_two) * (1 - 1 / ranks)
 
 
 def _scale(seconds: Measured, guessed: Measured) -> Measured:
@@ -353,19 +353,19 @@ def _scale(seconds: Measured, guessed: Measured) -> Measured:
     return Measured(forward, seconds.backward / guessed.backward if seconds.backward and guessed.backward else forward)
 
 
-def _storages(one: Storages, two: Storages, size: Callable[[float, float], int]) -> Storages:
-    return {number: size(nbytes, two.get(number, nbytes)) for number, nbytes in one.items()}
+def _storages(storages: Storages, of_two: Storages, size: Callable[[float, float], int]) -> Storages:
+    return {number: size(nbytes, of_two.get(number, nbytes)) for number, nbytes in storages.items()}
 
 
-def _use(one: UnitUse, two: UnitUse, size: Callable[[float, float], int]) -> UnitUse:
-    results = {name: _storages(each, two.results.get(name, {}), size) for name, each in one.results.items()}
+def _use(use: UnitUse, of_two: UnitUse, size: Callable[[float, float], int]) -> UnitUse:
+    results = {name: _storages(each, of_two.results.get(name, {}), size) for name, each in use.results.items()}
     return UnitUse(
-        _storages(one.saved, two.saved, size),
-        _storages(one.inputs, two.inputs, size),
-        _storages(one.hidden, two.hidden, size),
+        _storages(use.saved, of_two.saved, size),
+        _storages(use.inputs, of_two.inputs, size),
+        _storages(use.hidden, of_two.hidden, size),
         results,
-        size(one.working, two.working),
-        two.products,
-        one.work,
-        _storages(one.put_off, two.put_off, size),
+        size(use.working, of_two.working),
+        of_two.products,
+        use.work,
+        _storages(use.put_off, of_two.put_off, size),
     )

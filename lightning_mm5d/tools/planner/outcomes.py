@@ -77,7 +77,7 @@ def sketched_plan(layout: Layout, modalities: Mapping[str, Modality], *, v_shape
 
 
 def _recomputed(modality: Modality, stage: int) -> float:
-    return max((one.share_of(modality, stage) for one in parts("costs")), default=0.0)
+    return max((module.share_of(modality, stage) for module in parts("costs")), default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,10 +182,10 @@ def comparison(outcomes: Sequence[Outcome], *, configured: str, loss_modality: s
         unit: of the makespans.
     """
     rows = []
-    for one in outcomes:
-        name = f"{one.schedule} *" if one.schedule == configured else one.schedule
-        makespan, stages = unit.text(one.simulation.makespan), num_stages(one.graph, loss_modality)
-        rows.append((name, makespan, f"{one.bubble:.1%}", one.peak_activations, stages))
+    for outcome in outcomes:
+        name = f"{outcome.schedule} *" if outcome.schedule == configured else outcome.schedule
+        makespan, stages = unit.text(outcome.simulation.makespan), num_stages(outcome.graph, loss_modality)
+        rows.append((name, makespan, f"{outcome.bubble:.1%}", outcome.peak_activations, stages))
     makespan = f"makespan ({unit.symbol})"
     return Table.of(("schedule", makespan, "bubble", "peak activations", f"stages of {loss_modality}"), rows)
 

@@ -91,7 +91,7 @@ class Group:
     @property
     def ranks(self) -> int:
         """Number of all ranks."""
-        return self.parts + sum(own for _, own in self.colocated)
+        return self.parts + sum(own_ranks for _, own_ranks in self.colocated)
 
     def within(self, bound: int) -> Division | None:
         """Return a division with all loads at most `bound`, or None if there is none."""
@@ -104,9 +104,9 @@ class Group:
             stops.insert(0, start)
         shared = self.owner[stops[0]] + beside[0]
         colocated: list[list[int]] = []
-        for sums, own in self.colocated:
+        for sums, own_ranks in self.colocated:
             ends = [0]
-            for left in range(own, 0, -1):
+            for left in range(own_ranks, 0, -1):
                 end = min(bisect_right(sums, sums[ends[-1]] + bound) - 1, len(sums) - 1 - left)
                 if end <= ends[-1]:
                     return None
@@ -119,17 +119,17 @@ class Group:
         """Return a division with the smallest possible largest load, or None if that is above `limit`."""
         limit = self.total if limit is None else limit
         least = -(-self.total // self.ranks)
-        found = self.within(limit) if least <= limit else None
-        if found is None:
+        best = self.within(limit) if least <= limit else None
+        if best is None:
             return None
-        while least < found.busiest:
-            middle = (least + found.busiest) // 2
+        while least < best.busiest:
+            middle = (least + best.busiest) // 2
             better = self.within(middle)
             if better is None:
                 least = middle + 1
             else:
-                found = better
-        return found
+                best = better
+        return best
 
     def evened(self, division: Division) -> Division:
         """Return the division with layers spread evenly over ranks that are not shared; the largest load stays.
@@ -142,17 +142,17 @@ class Group:
             upto = sum(sizes[:-1])
             colocated.append([0, *accumulate([*_even(sums, 0, upto, len(sizes) - 1), sizes[-1]])])
         owner = [0, *accumulate([first, *_even(self.owner, first, len(self.owner) - 1, self.parts - 1)])]
-        found = self._division(owner, colocated)
-        return found if found.busiest <= division.busiest else division
+        spread = self._division(owner, colocated)
+        return spread if spread.busiest <= division.busiest else division
 
     def _division(self, owner: Sequence[int], colocated: Sequence[Sequence[int]]) -> Division:
         """The division for the ends of each row's parts, from 0 to the number of layers."""
         beside = self.beside or (0,) * self.parts
         loads = [self.owner[b] - self.owner[a] + more for (a, b), more in zip(pairwise(owner), beside, strict=True)]
         for (sums, _), ends in zip(self.colocated, colocated, strict=True):
-            *own, shared = (sums[b] - sums[a] for a, b in pairwise(ends))
+            *own_loads, shared = (sums[b] - sums[a] for a, b in pairwise(ends))
             loads[0] += shared
-            loads += own
+            loads += own_loads
         sizes = [tuple(b - a for a, b in pairwise(ends)) for ends in (owner, *colocated)]
         return Division(tuple(loads), sizes[0], tuple(sizes[1:]))
 
@@ -239,7 +239,7 @@ class Space:
         self._encoders = [name for name in modalities if name != loss_modality]
         self._num_ranks, self._loss_modality, self._num_microbatches = num_ranks, loss_modality, num_microbatches
         self._limit = 0
-        self._alone: dict[tuple[str, int, tuple[str, ...]], Division] = {}
+        self._divisions: dict[tuple[str, int, tuple[str, ...]], Division] = {}
 
     def best(self, count: int) -> list[Placement]:
         """Return the first `count` placements by their `order`."""
@@ -247,7 +247,7 @@ class Space:
         return self._within(self._apart() * 5 // 4, count) or self._within(self._everything, count)
 
     def _within(self, limit: int, count: int) -> list[Placement]:
-        kept: list[tuple[tuple[int, int, int], int, Placement]] = []
+        ranked: list[tuple[tuple[int, int, int], int, Placement]] = []
         self._limit = limit
         for owners in self._ways():
             for ranks in self._counts(owners, self._num_ranks):
@@ -255,11 +255,11 @@ class Space:
                 if placement is None:
                     continue
                 self.seen += 1
-                insort(kept, (placement.order, self.seen, placement))
-                if len(kept) > count:
-                    kept.pop()
-                    self._limit = kept[-1][0][0]
-        return [placement for *_, placement in kept]
+                insort(ranked, (placement.order, self.seen, placement))
+                if len(ranked) > count:
+                    ranked.pop()
+                    self._limit = ranked[-1][0][0]
+        return [placement for *_, placement in ranked]
 
     def _apart(self) -> int:
         """The smallest possible largest load without shared ranks; the sum of all costs if there are too few ranks."""
@@ -319,12 +319,12 @@ class Space:
 
     def _apart_from_loss(self, name: str, parts: int, colocated: tuple[str, ...]) -> Division | None:
         key = (name, parts, colocated)
-        if key not in self._alone:
+        if key not in self._divisions:
             group = Group(self._sums[name], parts, tuple((self._sums[encoder], 0) for encoder in colocated))
             division = group.divide()
             assert division is not None
-            self._alone[key] = group.evened(division)
-        return self._alone[key] if self._alone[key].busiest <= self._limit else None
+            self._divisions[key] = group.evened(division)
+        return self._divisions[key] if self._divisions[key].busiest <= self._limit else None
 
     def _with_loss(
         self, owners: Mapping[str, Owner | None], colocated: tuple[str, ...], ranks: Mapping[str, int]
@@ -387,12 +387,12 @@ def layer_costs(row: Sequence[float]) -> list[float]:
 
 def configured(modalities: Mapping[str, Modality], placement: Placement, loss_modality: str) -> dict[str, Modality]:
     """Return the placement as configuration."""
-    found = {}
+    placed = {}
     for name, modality in modalities.items():
         sizes, owner = placement.sizes[name], placement.owners.get(name)
         if owner is not None and len(sizes) == len(placement.sizes[owner.modality]) == 1:
             owner = Owner(owner.modality, None)  # equal, and shorter to write
-        found[name] = with_fields(
+        placed[name] = with_fields(
             modality,
             dp_size=modality.dp_size if name == loss_modality else None,
             pp_size=len(sizes) if len(sizes) > 1 else None,
@@ -401,7 +401,7 @@ def configured(modalities: Mapping[str, Modality], placement: Placement, loss_mo
             colocate_with=None if owner is None else str(owner),
             cost=None,
         )
-    return found
+    return placed
 
 
 def replica_graph(

@@ -89,7 +89,7 @@ def medians(runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[flo
 
 
 def measure(
-    module: LightningModule, batch: Any, found: Found, rows: Mapping[str, Sequence[Unit]]
+    module: LightningModule, batch: Any, model: Found, rows: Mapping[str, Sequence[Unit]]
 ) -> dict[str, list[Measured]]:
     """Run the step of the module a few times; return the seconds of each unit, by modality.
 
@@ -99,7 +99,7 @@ def measure(
     Args:
         module: the full module, on the device that is to be measured.
         batch: one microbatch, there as well.
-        found: its modalities.
+        model: its modalities.
         rows: the units of each of them, as `units` returns them.
 
     Raises:
@@ -109,7 +109,7 @@ def measure(
     clock = _Clock(device)
     arguments = step_arguments(module, batch)
     forwards, backwards = list[dict[str, list[float]]](), list[dict[str, list[float]]]()
-    with watched(module, found.encoders, found.parts, clock.time), warnings.catch_warnings(), ExitStack() as stack:
+    with watched(module, model.encoders, model.parts, clock.time), warnings.catch_warnings(), ExitStack() as stack:
         for parameter in module.parameters():
             stack.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
@@ -117,9 +117,9 @@ def measure(
         for _ in range(_WARMUP + _RUNS):
             clock.spent = {}
             result = clock.time("step", module.training_step, *arguments)
-            forwards.append({name: _row(name, row, found, clock.spent) for name, row in rows.items()})
+            forwards.append({name: _row(name, row, model, clock.spent) for name, row in rows.items()})
             spent = clock.backward(_loss_of(result))
-            backwards.append({name: _shared(row, *_backward_of(name, row, found, spent)) for name, row in rows.items()})
+            backwards.append({name: _shared(row, *_backward_of(name, row, model, spent)) for name, row in rows.items()})
     forward, backward = medians(forwards[_WARMUP:]), medians(backwards[_WARMUP:])
     return {name: list(map(Measured, forward[name], backward[name])) for name in rows}
 
@@ -130,12 +130,12 @@ def _loss_of(result: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) and loss.requires_grad else None
 
 
-def _row(name: str, row: Sequence[Unit], found: Found, spent: Mapping[Any, float]) -> list[float]:
+def _row(name: str, row: Sequence[Unit], model: Found, spent: Mapping[Any, float]) -> list[float]:
     """The seconds of one modality's units; keys of `spent` are modality, (modality, layer index) and ``"step"``."""
     layers = [spent.get((name, index), 0.0) for index in range(len(row) - 2)]
     total = spent.get(name, 0.0)
-    if name == found.loss_modality:
-        total = spent["step"] - sum(spent.get(other, 0.0) for other in found.encoders)
+    if name == model.loss_modality:
+        total = spent["step"] - sum(spent.get(other, 0.0) for other in model.encoders)
     if not total:
         rule = "It does not run in the first microbatch, so its time cannot be measured"
         raise ConfigError(f"modalities.{name}", name, rule, "Use data in which every sample has all modalities")
@@ -143,11 +143,11 @@ def _row(name: str, row: Sequence[Unit], found: Found, spent: Mapping[Any, float
 
 
 def _backward_of(
-    name: str, row: Sequence[Unit], found: Found, spent: Mapping[Any, float]
+    name: str, row: Sequence[Unit], model: Found, spent: Mapping[Any, float]
 ) -> tuple[float, Sequence[float]]:
     """The seconds of one modality's backward around its layers, and of each of them; keys of `spent` as of `_row`."""
     layers = [spent.get((name, index), 0.0) for index in range(len(row) - 2)]
-    return spent.get(name, 0.0) + (spent.get("step", 0.0) if name == found.loss_modality else 0.0), layers
+    return spent.get(name, 0.0) + (spent.get("step", 0.0) if name == model.loss_modality else 0.0), layers
 
 
 def _shared(row: Sequence[Unit], around: float, layers: Sequence[float]) -> list[float]:

@@ -110,7 +110,7 @@ class _Held(NamedTuple):
     Attributes:
         name: one of its names.
         whole: of the local tensor.
-        own: of the rows that the rank owns.
+        owned: of the rows that the rank owns.
         shard: who owns which rows; None where it is not shared.
         trained: whether it has a gradient.
         states: of optimizers.
@@ -120,7 +120,7 @@ class _Held(NamedTuple):
 
     name: str
     whole: int
-    own: int
+    owned: int
     shard: DataShard | None
     trained: bool
     states: StateBytes | None
@@ -131,7 +131,7 @@ class _Held(NamedTuple):
     def rest(self) -> int:
         """Of what is there between steps."""
         rows = self.shard is not None and (self.shard.stage == 3 or self.computes)
-        return self.own if rows else self.whole
+        return self.owned if rows else self.whole
 
 
 def memory_of(plan: Plan, step: Step) -> list[RankMemory]:
@@ -149,17 +149,17 @@ class _Estimate:
     def ranks(self) -> list[RankMemory]:
         known: dict[Any, RankMemory] = {}
         uneven: dict[Any, list[str]] = {}
-        found = []
+        memory = []
         for rank in range(self._plan.layout.size):
             role = self._role(rank)
             if role not in uneven:
                 uneven[role] = self._uneven(rank)
             shares = self._shards.owned_by(rank, uneven[role]).values()
-            key = role, tuple(stop - start for start, stop in (one.ranges[one.place] for one in shares))
+            key = role, tuple(stop - start for start, stop in (shard.ranges[shard.place] for shard in shares))
             if key not in known:
                 known[key] = self._rank(rank)
-            found.append(known[key]._replace(rank=rank))
-        return found
+            memory.append(known[key]._replace(rank=rank))
+        return memory
 
     def _role(self, rank: int) -> Any:
         """What ranks have in common whose memory differs by the lengths of their rows alone; often few of thousands."""
@@ -173,7 +173,7 @@ class _Estimate:
     def _uneven(self, rank: int) -> list[str]:
         """The parameters of a rank whose owners have rows of unlike lengths."""
         shards = self._shards.owned_by(rank, self._names(rank))
-        return [name for name, one in shards.items() if len({stop - start for start, stop in one.ranges}) > 1]
+        return [name for name, shard in shards.items() if len({stop - start for start, stop in shard.ranges}) > 1]
 
     # --- parameters ---
 
@@ -231,29 +231,29 @@ class _Estimate:
 
     def _rank(self, rank: int) -> RankMemory:
         held = self._held(rank)
-        trained = [one for one in held if one.trained]
-        rests = [one for one in held if "parameters" not in one.offloads]
-        away = sum(one.whole for one in held if "parameters" in one.offloads)
-        parameters = sum(one.rest for one in rests)
+        trained = [p for p in held if p.trained]
+        rests = [p for p in held if "parameters" not in p.offloads]
+        away = sum(p.whole for p in held if "parameters" in p.offloads)
+        parameters = sum(p.rest for p in rests)
         gathered = self._gathered(rests)
-        own = sum(one.own for one in trained)
-        states = sum(one.states.kept for one in trained if one.states)
-        states_away = sum(one.states.kept for one in trained if one.states and "optimizer" in one.offloads)
+        gradients = sum(p.owned for p in trained)
+        states = sum(p.states.kept for p in trained if p.states)
+        states_away = sum(p.states.kept for p in trained if p.states and "optimizer" in p.offloads)
         flight = self._flight(rank)
-        older = own if self._step.accumulates else 0
+        older = gradients if self._step.accumulates else 0
         base = parameters + states - states_away
         phases = {
             "schedule": base + gathered + away + older + flight.peak,
             "reduction": base + gathered + older + self._reduction(trained, flight),
-            "update": base + self._arriving(trained) + own + max(_update(trained), self._exchange(trained)),
+            "update": base + self._arriving(trained) + gradients + max(_update(trained), self._exchange(trained)),
         }
-        known = all(one.states for one in trained) if self._step.states is not None else not trained
+        known = all(p.states for p in trained) if self._step.states is not None else not trained
         peak = max(phases.values())
-        shown = parameters + own + states - states_away + (flight.activations or 0)
+        shown = parameters + gradients + states - states_away + (flight.activations or 0)
         return RankMemory(
             rank,
             parameters,
-            own,
+            gradients,
             states - states_away if known else None,
             None if self._step.trace is None else flight.activations,
             max(peak - shown, 0),
@@ -263,15 +263,15 @@ class _Estimate:
 
     def _gathered(self, rests: Sequence[_Held]) -> int:
         """Local tensors that are there in a step only; with `reshard_after_forward`, of two layers."""
-        shared = [one for one in rests if one.rest != one.whole or one.computes]
+        shared = [p for p in rests if p.rest != p.whole or p.computes]
         layers: dict[tuple[str, int], int] = {}
         other = 0
-        for one in shared:
-            place = self._layer(one.name)
-            if place is None or one.shard is None:
-                other += one.computes or one.whole
+        for parameter in shared:
+            place = self._layer(parameter.name)
+            if place is None or parameter.shard is None:
+                other += parameter.computes or parameter.whole
             else:
-                layers[place] = layers.get(place, 0) + (one.computes or one.whole)
+                layers[place] = layers.get(place, 0) + (parameter.computes or parameter.whole)
         return other + sum(sorted(layers.values())[-2:])
 
     def _layer(self, name: str) -> tuple[str, int] | None:
@@ -287,26 +287,26 @@ class _Estimate:
     def _reduction(self, trained: Sequence[_Held], flight: Flight) -> int:
         """Gradients, what carries them, and activations that are left meanwhile."""
         if self._plan.layout.size == 1:
-            return sum(one.whole for one in trained)
+            return sum(p.whole for p in trained)
         numbers = {name: number for number, name in enumerate(self._step.parameters)}
-        ordered = sorted(trained, key=lambda one: numbers[one.name])
-        gradients = [Reduced(one.whole, None if one.shard is None else one.own) for one in ordered]
+        ordered = sorted(trained, key=lambda p: numbers[p.name])
+        gradients = [Reduced(p.whole, None if p.shard is None else p.owned) for p in ordered]
         return reduced(gradients, self._step.bucket_bytes, flight.ending)
 
     def _arriving(self, trained: Sequence[_Held]) -> int:
         """Offloaded states that are on the device at a time: of two buckets of parameters, or all of them."""
         if self._step.states is None:
             return 0
-        moved = [(one.own, one.states.kept if one.states and "optimizer" in one.offloads else 0) for one in trained]
-        torchs = all(type(one).__module__.startswith("torch.optim") for one in self._step.states.optimizers)
-        if torchs and not any(one.states.together for one in trained if one.states):
+        moved = [(p.owned, p.states.kept if p.states and "optimizer" in p.offloads else 0) for p in trained]
+        torchs = all(type(optimizer).__module__.startswith("torch.optim") for optimizer in self._step.states.optimizers)
+        if torchs and not any(p.states.together for p in trained if p.states):
             return _two_buckets(moved, self._step.bucket_bytes)
         return sum(cost for _, cost in moved)
 
     def _exchange(self, trained: Iterable[_Held]) -> int:
         """The buckets in which rows of parameters that stay whole are exchanged after the update, two at a time."""
-        found = [one for one in trained if one.shard is not None and one.shard.stage < 3 and not one.computes]
-        return _two_buckets([(one.whole, one.whole + one.own) for one in found], self._step.bucket_bytes)
+        exchanged = [p for p in trained if p.shard is not None and p.shard.stage < 3 and not p.computes]
+        return _two_buckets([(p.whole, p.whole + p.owned) for p in exchanged], self._step.bucket_bytes)
 
     # --- activations ---
 
@@ -323,17 +323,17 @@ class _Estimate:
 
     def _stage(self, key: StageKey, rank: int, graph: Graph) -> StageFlight:
         if key not in self._stages:
-            self._stages[key] = self._made(key, rank, graph.has_backward(key))
+            self._stages[key] = self._stage_flight(key, rank, graph.has_backward(key))
         return self._stages[key]
 
-    def _made(self, key: StageKey, rank: int, has_backward: bool) -> StageFlight:
+    def _stage_flight(self, key: StageKey, rank: int, has_backward: bool) -> StageFlight:
         plan, step = self._plan, self._step
         cuts = {cut.name: cut for cuts in plan.partition.stages.values() for cut in cuts}
         members = plan.topology.members[key]
         order = sorted(members, key=lambda member: plan.topology.order.index(member.modality))
         gradients: list[int] = []
         laid: list[int] = []
-        kept: list[Storages] = []
+        saved: list[Storages] = []
         put_off: list[Storages] = []
         working: list[int] = []
         away: list[bool] = []
@@ -346,7 +346,7 @@ class _Estimate:
             layers = plan.partition.kept.get(member.modality, ())
             for number, (unit, use) in enumerate(zip(units, uses, strict=True), span.start):
                 operations = layers[number - 1] if 0 < number <= len(layers) else None
-                kept.append(_storages(use, operations))
+                saved.append(_storages(use, operations))
                 put_off.append(use.put_off)
                 again = 0 if operations is None else sum(use.saved.values())
                 working.append(use.working + again)
@@ -357,61 +357,61 @@ class _Estimate:
                 joins.append(calls[member] > 1)
         passed = self._passed(key, members, cuts)
         size = max(calls.values())
-        return StageFlight(kept, working, gradients, away, passed, has_backward, laid, put_off, size, joins)
+        return StageFlight(saved, working, gradients, away, passed, has_backward, laid, put_off, size, joins)
 
     def _is_laid(self, name: str, rank: int) -> bool:
         """Whether a gradient has memory from the start of a step: ranks sum all of it."""
         if self._shards.exist and self._shards.of(name, rank) is not None:
             return False
-        return any(len(one.ranks) > 1 and one.rows is None for one in summed_by(self._plan, name, rank))
+        return any(len(summed.ranks) > 1 and summed.rows is None for summed in summed_by(self._plan, name, rank))
 
     def _gradients(self, names: Iterable[str], rank: int, counted: set[int]) -> dict[str, int]:
         """Bytes of the gradients of parameters that are not counted yet."""
         every = {id(self._step.parameters[name]): name for name in names if name in self._step.trained}
-        found = {key: name for key, name in every.items() if key not in counted}
-        counted.update(found)
+        uncounted = {key: name for key, name in every.items() if key not in counted}
+        counted.update(uncounted)
         return {
             name: torch.Size(self._shape_in_step(name, rank)).numel()
             * self._plan.held_dtype(self._step.parameters[name]).itemsize
-            for name in found.values()
+            for name in uncounted.values()
         }
 
     def _passed(self, key: StageKey, members: Sequence[StageKey], cuts: Mapping[StageKey, StageCut]) -> Storages:
         """What a stage receives and sends: hidden states between layers, and results of encoders."""
         plan, trace = self._plan, self._step.trace
-        found: Storages = {}
+        passed: Storages = {}
         if trace is None:
-            return found
+            return passed
         for member in members:
             cut, stages = cuts[member], plan.partition.stages[member.modality]
             if cut.index > 0:
-                found |= trace.units[member.modality][cut.first + 1].hidden
+                passed |= trace.units[member.modality][cut.first + 1].hidden
             if cut is not stages[-1]:
-                found |= trace.units[member.modality][cut.last + 1].hidden
+                passed |= trace.units[member.modality][cut.last + 1].hidden
             elif any(member.modality in names for names in plan.topology.consumes.values()):
-                found |= trace.exits[member.modality]
+                passed |= trace.exits[member.modality]
         for name in plan.topology.consumes.get(key, ()):
-            found |= trace.exits[name]
-        return found
+            passed |= trace.exits[name]
+        return passed
 
 
 def _two_buckets(moved: Iterable[tuple[int, int]], most_bytes: int) -> int:
     """Return what two buckets in a row cost at most, given the size of each item in them and its cost."""
     size, buckets = 0, [0]
-    for own, cost in moved:
+    for nbytes, cost in moved:
         if size >= most_bytes:
             buckets.append(0)
             size = 0
-        size += own
+        size += nbytes
         buckets[-1] += cost
     return max(sum(buckets[number : number + 2]) for number in range(len(buckets)))
 
 
 def _update(trained: Sequence[_Held]) -> int:
     """What optimizers need for a moment."""
-    found = [one.states for one in trained if one.states]
-    together = sum(one.working for one in found if one.together)
-    return max([together, *(one.working for one in found if not one.together)], default=0)
+    states = [p.states for p in trained if p.states]
+    together = sum(state.working for state in states if state.together)
+    return max([together, *(state.working for state in states if not state.together)], default=0)
 
 
 def span_of(cut: StageCut, cuts: Sequence[StageCut]) -> slice:
@@ -423,7 +423,7 @@ def _storages(use: UnitUse, operations: Kept) -> Storages:
     """What a unit keeps, where it runs again but for some operations; None for a unit that does not."""
     if operations is None or not use.saved:
         return use.saved
-    found = dict(use.inputs)
+    storages = dict(use.inputs)
     for operation in operations_named(operations):
-        found |= use.results.get(operation, {})
-    return found
+        storages |= use.results.get(operation, {})
+    return storages

@@ -117,7 +117,7 @@ class LayoutSearch:
 
     def best(self) -> list[Judged]:
         """Return the fastest layouts that fit, at most five, the fastest first."""
-        found: list[Judged] = []
+        fastest: list[Judged] = []
         waiting: list[tuple[float, int, Candidate, int]] = []  # 0 for its schedule: not placed yet
         for candidate in self._choices():
             heappush(waiting, (self._work(candidate), len(waiting), candidate, 0))
@@ -128,7 +128,7 @@ class LayoutSearch:
                 for above, placed in self._placed(candidate):
                     heappush(waiting, (max(above, bound), pushed := pushed + 1, placed, 1))
                 continue
-            unshared = {name: with_fields(one, zero_stage=None) for name, one in candidate.modalities.items()}
+            unshared = {name: with_fields(modality, zero_stage=None) for name, modality in candidate.modalities.items()}
             if (key := words(candidate._replace(modalities=unshared))) in fits:
                 continue  # it fits with less shared, of which the update alone is slower
             try:
@@ -137,9 +137,9 @@ class LayoutSearch:
                 continue
             if judged is not None and judged.memory.peak <= self.memory:
                 fits.add(key)
-                found = sorted([*found, judged], key=_rank)[:_SHOWN]
-                slowest = found[-1].time.seconds if len(found) == _SHOWN else math.inf
-        return [replace(one, exposed=self.exposed(one)) for one in found]
+                fastest = sorted([*fastest, judged], key=_rank)[:_SHOWN]
+                slowest = fastest[-1].time.seconds if len(fastest) == _SHOWN else math.inf
+        return [replace(layout, exposed=self.exposed(layout)) for layout in fastest]
 
     def judged(self, candidate: Candidate, slowest: float = math.inf) -> Judged | None:
         """Return a layout with its step; None where it is not faster than `slowest`.
@@ -155,8 +155,8 @@ class LayoutSearch:
             return None
         trace = self.costs.trace(modalities, samples)
         step = replace(self.costs.step, schedule=schedule, num_microbatches=played, trace=trace)
-        memory = max(memory_of(plan, step), key=lambda one: one.peak)
-        self.least = min(self.least or (memory.peak, candidate), (memory.peak, candidate), key=lambda one: one[0])
+        memory = max(memory_of(plan, step), key=lambda estimate: estimate.peak)
+        self.least = min(self.least or (memory.peak, candidate), (memory.peak, candidate), key=lambda need: need[0])
         if memory.peak <= self.memory:
             self.accepted(candidate)
         return Judged(candidate, time, memory)
@@ -167,8 +167,8 @@ class LayoutSearch:
         plan, played = self._planned(judged.candidate)
         at_once = Link(0.0, math.inf)
         cluster = replace(self.costs.cluster, inside=at_once, between=at_once)
-        alone = replace(self.costs, cluster=cluster, known={}).step_time(plan, schedule, samples, count, played)
-        return judged.time.seconds - alone.seconds
+        without_links = replace(self.costs, cluster=cluster, known={}).step_time(plan, schedule, samples, count, played)
+        return judged.time.seconds - without_links.seconds
 
     def _planned(self, candidate: Candidate) -> tuple[Plan, int]:
         """The plan of a layout, and how many of its microbatches are simulated."""
@@ -188,8 +188,8 @@ class LayoutSearch:
         if self.least is None:
             rule = f"No layout of these ranks can run{reason}"
             return ConfigError("--ranks", self.plan.layout.size, rule, "Take another number of ranks, or of samples")
-        size, one = self.least
-        rule = f"Of the layouts that were tried the smallest needs {memory_text(size)} ({words(one)})"
+        size, smallest = self.least
+        rule = f"Of the layouts that were tried the smallest needs {memory_text(size)} ({words(smallest)})"
         room = memory_text(size + size // 10)
         fix = f"Allow {room}; more ranks, shorter samples or offload: [optimizer] bring it down"
         return ConfigError("--memory", memory_text(limit), rule, fix)
@@ -202,14 +202,14 @@ class LayoutSearch:
         if "sizes" not in self._known:
             self._known["sizes"] = list(product(*map(self._sizes, self.plan.modalities)))
         options = self._known["sizes"]
-        for replicas in filter(lambda one: self.batches(self.batch // one), divisors(math.gcd(world, self.batch))):
+        for replicas in filter(lambda count: self.batches(self.batch // count), divisors(math.gcd(world, self.batch))):
             batch = self.batch // replicas
             for samples, chosen in product(divisors(batch), options):
                 sizes = dict(zip(self.plan.modalities, chosen, strict=True))
                 sizes[loss] = replace(sizes[loss], dp_size=replicas)
                 cp, width = sizes[loss].cp_size, sizes[loss].cp_size * sizes[loss].tp_size
                 fits = replicas * width <= world <= replicas * width * _DEEPEST and not world // replicas % width
-                if fits and self.samples in (None, samples) and all(one.cp_size in (1, cp) for one in chosen):
+                if fits and self.samples in (None, samples) and all(option.cp_size in (1, cp) for option in chosen):
                     for modalities in self._with_memory(sizes, replicas):
                         candidate = Candidate(modalities, "", samples, batch // samples)
                         if self._least(candidate) <= self.memory:
@@ -217,14 +217,14 @@ class LayoutSearch:
 
     def _sizes(self, name: str) -> list[Modality]:
         """A modality with each `tp_size` and `cp_size` that a run accepts for it."""
-        layout, now, found = self.plan.layout, self.plan.modalities[name], list[Modality]()
+        layout, now, sized = self.plan.layout, self.plan.modalities[name], list[Modality]()
         if not self.plan.partition.parts[name].paths:
             return [now]
         tps = [tp for tp in divisors(layout.ranks_per_node) if tp == 1 or self._works(name, replace(now, tp_size=tp))]
         for cp in divisors(layout.size):
             if cp == 1 or (cp <= 2 * layout.ranks_per_node and self._works(name, replace(now, cp_size=cp))):
-                found += [replace(now, tp_size=tp, cp_size=cp) for tp in tps if layout.size % (tp * cp) == 0]
-        return found
+                sized += [replace(now, tp_size=tp, cp_size=cp) for tp in tps if layout.size % (tp * cp) == 0]
+        return sized
 
     def _works(self, name: str, tried: Modality) -> bool:
         try:
@@ -235,23 +235,23 @@ class LayoutSearch:
 
     def _with_memory(self, modalities: Mapping[str, Modality], replicas: int) -> Iterator[dict[str, Modality]]:
         """With each way to bring memory down of which modalities say nothing."""
-        copies = replicas * min(one.cp_size for one in modalities.values())
+        copies = replicas * min(modality.cp_size for modality in modalities.values())
         stages = (None, 1, 3) if self.shares and copies > 1 else (None,)
         degrees = divisors(math.gcd(copies, *self.experts.values())) if self.experts else [1]
         for again, stage, ep in product(_RECOMPUTATION, stages, degrees):
-            made = dict(modalities)
-            for name, one in modalities.items():
-                said: dict[str, Any] = {"ep_size": ep} if name in self.experts else {}
-                if one.memory.activation_checkpointing == "none" and self.plan.partition.parts[name].paths:
-                    said["activation_checkpointing"] = again
+            variant = dict(modalities)
+            for name, modality in modalities.items():
+                changes: dict[str, Any] = {"ep_size": ep} if name in self.experts else {}
+                if modality.memory.activation_checkpointing == "none" and self.plan.partition.parts[name].paths:
+                    changes["activation_checkpointing"] = again
                 if (
-                    one.sharding.zero_stage is None
-                    and one.sharding.dp_shard_size is None
-                    and "parameters" not in one.offloads
+                    modality.sharding.zero_stage is None
+                    and modality.sharding.dp_shard_size is None
+                    and "parameters" not in modality.offloads
                 ):
-                    said["zero_stage"] = stage
-                made[name] = with_fields(one, **said)
-            yield made
+                    changes["zero_stage"] = stage
+                variant[name] = with_fields(modality, **changes)
+            yield variant
 
     def _ranks(self, candidate: Candidate) -> int:
         """Of a replica."""
@@ -260,24 +260,24 @@ class LayoutSearch:
     def _work(self, candidate: Candidate) -> float:
         """The step if ranks worked all the time, but for sums of gradients that one backward cannot hide; a mean."""
         ranks, cluster, sums, work = self._ranks(candidate), self.costs.cluster, 0.0, 0.0
-        for name, one in candidate.modalities.items():
-            copies = self.plan.layout.size // ranks * one.cp_size
-            link = cluster.link(range(min(copies * one.tp_size, cluster.size)))
-            size = self._bytes[name][2] * one.cp_size / ranks / (one.ep_size if name in self.experts else 1)
+        for name, modality in candidate.modalities.items():
+            copies = self.plan.layout.size // ranks * modality.cp_size
+            link = cluster.link(range(min(copies * modality.tp_size, cluster.size)))
+            size = self._bytes[name][2] * modality.cp_size / ranks / (modality.ep_size if name in self.experts else 1)
             sums += replace(link, latency=0.0).all_reduce(copies, size)
-            work += sum(self._row(name, candidate)) * one.tp_size * one.cp_size / ranks
+            work += sum(self._row(name, candidate)) * modality.tp_size * modality.cp_size / ranks
         return candidate.microbatches * work + max(sums - work, 0.0)
 
     def _row(self, name: str, candidate: Candidate) -> list[float]:
         """Seconds of the forward and backward of each unit."""
-        one = candidate.modalities[name]
-        again = str(one.memory.activation_checkpointing)
-        key = name, one.tp_size, one.cp_size, one.ep_size, again, candidate.samples
+        modality = candidate.modalities[name]
+        again = str(modality.memory.activation_checkpointing)
+        key = name, modality.tp_size, modality.cp_size, modality.ep_size, again, candidate.samples
         if key not in self._known:
-            row = self.costs.units(name, one, candidate.samples)
-            kept = kept_of(name, one, [len(row) - 2]) if len(row) > 2 else ()
+            row = self.costs.units(name, modality, candidate.samples)
+            kept_of_layers = kept_of(name, modality, [len(row) - 2]) if len(row) > 2 else ()
             passes_on = name == self.plan.partition.loss_modality and self._encoders_train
-            self._known[key] = step_costs(costed(row, kept), self.costs.step.trainable, passes_on)
+            self._known[key] = step_costs(costed(row, kept_of_layers), self.costs.step.trainable, passes_on)
         return self._known[key]
 
     @cached_property
@@ -288,7 +288,7 @@ class LayoutSearch:
     @cached_property
     def _encoders_train(self) -> bool:
         loss, trainable = self.plan.partition.loss_modality, self.costs.step.trainable
-        early = {name for name, one in self.plan.modalities.items() if one.feeds != "first" or name not in self._late}
+        early = {name for name, cfg in self.plan.modalities.items() if cfg.feeds != "first" or name not in self._late}
         rows = (self.costs.rows[name] for name in early - {loss})
         return any(not trainable.isdisjoint(unit.costs) for row in rows for unit in row)
 
@@ -297,26 +297,26 @@ class LayoutSearch:
     def _held(self, candidate: Candidate) -> float:
         """Bytes without activations that the fullest rank has at least: its share of those of a replica."""
         total, replicas = 0.0, self.plan.layout.size // self._ranks(candidate)
-        for name, one in candidate.modalities.items():
+        for name, modality in candidate.modalities.items():
             parameters, states, _ = self._bytes[name]
-            copies = replicas * one.cp_size if one.sharding.zero_stage else 1
-            ep = one.ep_size if name in self.experts else 1
+            copies = replicas * modality.cp_size if modality.sharding.zero_stage else 1
+            ep = modality.ep_size if name in self.experts else 1
             total += parameters / ep + states / max(copies, ep)
         return total / self._ranks(candidate)
 
     @cached_property
     def _bytes(self) -> dict[str, tuple[int, int, int]]:
         """Of each modality: of parameters and gradients, of the states of optimizers, and of gradients alone."""
-        step, found = self.costs.step, dict[str, tuple[int, int, int]]()
-        known = step.states
+        step, sizes = self.costs.step, dict[str, tuple[int, int, int]]()
+        optimizers = step.states
         for name, row in self.costs.rows.items():
             held = {path: step.parameters[path] for unit in row for path in unit.costs if path in step.parameters}
             trained = [(path, p) for path, p in held.items() if path in step.trained]
             gradients = sum(p.nbytes for _, p in trained)
-            states = [known.of(path, tuple(p.shape), p.dtype) for path, p in trained if known is not None]
+            states = [optimizers.of(path, tuple(p.shape), p.dtype) for path, p in trained if optimizers is not None]
             parameters = sum(p.nbytes for p in held.values())
-            found[name] = gradients + parameters, sum(one.kept for one in states if one), gradients
-        return found
+            sizes[name] = gradients + parameters, sum(state.kept for state in states if state), gradients
+        return sizes
 
     def _least(self, candidate: Candidate, sizes: Sequence[int] = ()) -> float:
         """Bytes that the fullest rank needs at least: of what is held, and kept by the first stage of most layers.
@@ -326,14 +326,14 @@ class LayoutSearch:
             sizes: layers of each stage of the loss modality; as many stages as can be where they are not known.
         """
         loss = self.plan.partition.loss_modality
-        one = candidate.modalities[loss]
-        is_whole = one.memory.activation_checkpointing == "none"
-        key = "kept", one.tp_size, one.cp_size, is_whole, candidate.samples
+        modality = candidate.modalities[loss]
+        is_whole = modality.memory.activation_checkpointing == "none"
+        key = "kept", modality.tp_size, modality.cp_size, is_whole, candidate.samples
         if key not in self._known:
-            units = self.costs.trace({loss: one}, candidate.samples).units[loss][1:-1]
+            units = self.costs.trace({loss: modality}, candidate.samples).units[loss][1:-1]
             self._known[key] = sum(sum((unit.saved if is_whole else unit.hidden).values()) for unit in units)
         layers = max(len(self.costs.rows[loss]) - 2, 1)
-        stages = len(sizes) or min(layers, self._ranks(candidate) // (one.tp_size * one.cp_size))
+        stages = len(sizes) or min(layers, self._ranks(candidate) // (modality.tp_size * modality.cp_size))
         part = sizes[0] / layers if sizes else 1 / stages
         return self._held(candidate) + 0.6 * self._known[key] * part * min(candidate.microbatches, stages)
 
@@ -343,8 +343,8 @@ class LayoutSearch:
         """The placements of some sizes under each schedule, each with a bound of its step."""
         loss, (modalities, _, samples, count) = self.plan.partition.loss_modality, candidate
         trainable, rows, layers = self.costs.step.trainable, {}, {}
-        for name, one in modalities.items():
-            rows[name] = plain(name, self.costs.units(name, one, samples), trainable)
+        for name, modality in modalities.items():
+            rows[name] = plain(name, self.costs.units(name, modality, samples), trainable)
             layers[name] = layer_costs(self._row(name, candidate))
         ranks = self._ranks(candidate)
         space = Space(layers, modalities, ranks, loss_modality=loss, num_microbatches=count)
@@ -357,15 +357,15 @@ class LayoutSearch:
                 recomputing(rows, modalities, placement), modalities, placement, loss, played, self._late
             )
             bound = lower_bound(graph) + (1 - played / count) * max(placement.loads) / space.scale
-            made = configured(modalities, placement, loss)
+            placed = configured(modalities, placement, loss)
             for schedule in _SCHEDULES if len(placement.loads) > 1 else _SCHEDULES[:1]:
-                yield bound, Candidate(made, schedule, samples, count)
+                yield bound, Candidate(placed, schedule, samples, count)
             if number == 0 and 1 < stages <= sum(placement.sizes[loss]) // 2:
-                chunks = with_fields(made[loss], pp_chunks=2, pipeline_template=None)
-                own = [node for node in graph.nodes if node.stage.modality == loss]  # one microbatch passes all of them
-                path = sum(node.forward_cost + node.backward_cost - graph.weight_cost(node) for node in own)
+                chunks = with_fields(placed[loss], pp_chunks=2, pipeline_template=None)
+                nodes = [n for n in graph.nodes if n.stage.modality == loss]  # one microbatch passes all of them
+                path = sum(node.forward_cost + node.backward_cost - graph.weight_cost(node) for node in nodes)
                 for schedule in _OF_CHUNKS:
-                    yield path, Candidate({**made, loss: chunks}, schedule, samples, count)
+                    yield path, Candidate({**placed, loss: chunks}, schedule, samples, count)
 
 
 def _most(stages: int, ranks: int) -> int:
@@ -380,19 +380,19 @@ def _rank(judged: Judged) -> tuple[float, int]:
 
 def divisors(number: int) -> list[int]:
     """Return all divisors, ascending."""
-    return [one for one in range(1, number + 1) if number % one == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def words(candidate: Candidate) -> str:
     """Return a layout in one line: ``vision: tp 2 with language, language: dp 4 tp 2 pp 4; 1f1b, 8 x 1 samples``."""
     parts = []
-    for name, one in candidate.modalities.items():
-        sizes = {"dp": one.dp_size or 1, "tp": one.tp_size, "cp": one.cp_size, "ep": one.ep_size, "pp": one.stages}
-        said = [f"{key} {size}" for key, size in (sizes | {"chunks": one.pipeline.pp_chunks}).items() if size > 1]
-        said += [f"zero {one.sharding.zero_stage}"] * bool(one.sharding.zero_stage)
-        said += [f"recompute {one.memory.activation_checkpointing}"] * (one.memory.activation_checkpointing != "none")
-        said += [f"with {one.colocate_with}"] * (one.colocate_with is not None)
-        parts.append(f"{name}: {' '.join(said) or 'unsplit'}")
+    for name, cfg in candidate.modalities.items():
+        sizes = {"dp": cfg.dp_size or 1, "tp": cfg.tp_size, "cp": cfg.cp_size, "ep": cfg.ep_size, "pp": cfg.stages}
+        terms = [f"{key} {size}" for key, size in (sizes | {"chunks": cfg.pipeline.pp_chunks}).items() if size > 1]
+        terms += [f"zero {cfg.sharding.zero_stage}"] * bool(cfg.sharding.zero_stage)
+        terms += [f"recompute {cfg.memory.activation_checkpointing}"] * (cfg.memory.activation_checkpointing != "none")
+        terms += [f"with {cfg.colocate_with}"] * (cfg.colocate_with is not None)
+        parts.append(f"{name}: {' '.join(terms) or 'unsplit'}")
     return f"{', '.join(parts)}; {candidate.schedule}, {candidate.microbatches} x {candidate.samples} samples"
 
 
@@ -436,14 +436,14 @@ def plan_maker(plan: Plan, module: nn.Module) -> Callable[[Mapping[str, Modality
         cut = partition(module, modalities)
         experts = find_experts(module, cut, modalities)
         key = tuple(
-            (one.tensor.tp_mode, one.tensor.tp_depth, one.tp_size, one.tensor.expert_tp_size, experts != {})
-            for one in modalities.values()
+            (cfg.tensor.tp_mode, cfg.tensor.tp_depth, cfg.tp_size, cfg.tensor.expert_tp_size, experts != {})
+            for cfg in modalities.values()
         )
         if key not in divisions:
             names = {path: layer.parameters for path, layer in experts.items()}
             divisions[key] = divide(module, cut, modalities, names)
-        made = replace(plan, layout=layout, partition=cut, modalities=modalities)
-        return replace(made, division=divisions[key], experts=experts)
+        changed = replace(plan, layout=layout, partition=cut, modalities=modalities)
+        return replace(changed, division=divisions[key], experts=experts)
 
     return plan_of
 
@@ -453,15 +453,15 @@ def said_of(modality: Any, instead_of: Any) -> dict[str, Any]:
 
     A LightningCLI lays one file over another field by field, so what is no longer set must be said too.
     """
-    said: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for each in fields(modality):
         value, before = getattr(modality, each.name), getattr(instead_of, each.name)
         if each.name in OF_MODALITY:
             if inner := said_of(value, before):
-                said[each.name] = inner
+                settings[each.name] = inner
         elif isinstance(value, PipelineTemplate):
             had_offsets = before is not None and before.offsets is not None
-            said[each.name] = {"stages": value.stages, **({"offsets": None} if had_offsets else {})}
+            settings[each.name] = {"stages": value.stages, **({"offsets": None} if had_offsets else {})}
         elif value != each.default or before != each.default:
-            said[each.name] = value
-    return said
+            settings[each.name] = value
+    return settings
