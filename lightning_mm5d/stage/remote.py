@@ -72,8 +72,8 @@ def drop_parameters(root: nn.Module, names: Iterable[str], device: torch.device,
         parameter = module._parameters[attribute]
         assert parameter is not None
         if id(parameter) not in replaced:
-            placeholder = _without_memory(parameter, Origin(name, guard), device)
-            replaced |= {id(parameter): placeholder, id(placeholder): placeholder}
+            remote_parameter = _without_memory(parameter, Origin(name, guard), device)
+            replaced |= {id(parameter): remote_parameter, id(remote_parameter): remote_parameter}
             alive.append(parameter)
         module._parameters[attribute] = replaced[id(parameter)]
 
