@@ -56,8 +56,8 @@ class ExpertParallelPlan:
 
     def count(self, experts: nn.Module) -> int | None:
         """Return the number of experts that a module holds, None where it does not say it."""
-        found: Any = len(experts) if isinstance(experts, LISTS) else getattr(experts, self.number, None)
-        return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
+        count: Any = len(experts) if isinstance(experts, LISTS) else getattr(experts, self.number, None)
+        return count if isinstance(count, int) and not isinstance(count, bool) and count > 0 else None
 
 
 LISTS = (nn.ModuleList, nn.ModuleDict)

@@ -106,5 +106,5 @@ def attention(
         ``[B, L, h * D]``.
     """
     q, k, v = (x.unflatten(-1, (-1, head_dim)).transpose(1, 2) for x in (query, key, value))
-    found = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=q.shape[1] != k.shape[1])
-    return found.transpose(1, 2).flatten(2)
+    heads = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=q.shape[1] != k.shape[1])
+    return heads.transpose(1, 2).flatten(2)

@@ -105,10 +105,10 @@ class MultimodalStrategy(CheckpointStrategy):
         precision_plugin: Precision | None = None,
         **ungrouped: Any,
     ) -> None:
-        said = {name: value for name, value in locals().items() if name in FIELDS}
+        arguments = {name: value for name, value in locals().items() if name in FIELDS}
         refused: ConfigError | None = None
         try:
-            fields = option_values(said | fields_of_strategy(**ungrouped))
+            fields = option_values(arguments | fields_of_strategy(**ungrouped))
         except ConfigError as error:
             fields, refused = option_values(dict.fromkeys(FIELDS)), error
         explain_other_modules()
@@ -137,10 +137,10 @@ class MultimodalStrategy(CheckpointStrategy):
         try:
             if refused is not None:
                 raise refused
-            made = as_modalities({"model": Modality()} if modalities is None else modalities)
-            check_fields(fields | {"modalities": made}, {*BACKENDS, *dist.Backend.backend_list})
+            parsed = as_modalities({"model": Modality()} if modalities is None else modalities)
+            check_fields(fields | {"modalities": parsed}, {*BACKENDS, *dist.Backend.backend_list})
             self._features = made_features(fields)
-            self.modalities = for_schedule(made, schedule, loss_modality_of(made))
+            self.modalities = for_schedule(parsed, schedule, loss_modality_of(parsed))
         except ConfigError as error:
             self.refuse(error)
 
@@ -249,14 +249,14 @@ class MultimodalStrategy(CheckpointStrategy):
         return self._plan(configured(module, self.precision_plugin))
 
     def _plan(self, module: pl.LightningModule) -> Plan:
-        said: Any = {"v_shaped": self.schedule == "zbv", "main_params": self.main_params}
+        options: Any = {"v_shaped": self.schedule == "zbv", "main_params": self.main_params}
         modalities = self.modalities
         with ExitStack() as errors:
             for replicas in parts("pipelines"):
                 errors.enter_context(replicas.as_said(modalities))
                 modalities = replicas.completed(modalities, self.own_world_size)
-            kept = kept_plan(module, self.layout, modalities, **said)
-            return kept or Plan.of(module, self.layout, modalities, **said)
+            earlier_plan = kept_plan(module, self.layout, modalities, **options)
+            return earlier_plan or Plan.of(module, self.layout, modalities, **options)
 
     def simulate(self, module: pl.LightningModule | None = None) -> Simulation:
         """Return the ideal timeline of one training step of all replicas.

@@ -163,9 +163,9 @@ class AllowedGlobals:
 
     def stand_in(self, make: Callable[[dict], dict]) -> dict:
         """Return an empty dict, of which `restored` makes another kind of dict when it is filled."""
-        made: dict = {}
-        self._dicts[id(made)] = made, make
-        return made
+        empty: dict = {}
+        self._dicts[id(empty)] = empty, make
+        return empty
 
     def restored(self, tree: Any) -> Any:
         """Return `tree` with arrays and dicts in the place of their stand-ins."""
@@ -212,12 +212,12 @@ class _Dict:
 
 def _paths() -> list[Any]:
     """Return paths, under the names of Python 3.13 too; those of another system are pure ones."""
-    found = list[Any]()
+    paths = list[Any]()
     for kind in (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath):
         pure = pathlib.PurePosixPath if "Posix" in kind.__name__ else pathlib.PureWindowsPath
         here = kind if kind is type(pathlib.Path()) else pure
-        found += [(here, f"pathlib{home}.{kind.__name__}") for home in ("", "._local")]
-    return found
+        paths += [(here, f"pathlib{home}.{kind.__name__}") for home in ("", "._local")]
+    return paths
 
 
 def _enums() -> list[type[Enum]]:
@@ -228,8 +228,8 @@ def _enums() -> list[type[Enum]]:
 
 def _homes(kind: type) -> set[str]:
     """Return the modules that an enum may be said to be of: Lightning has two names."""
-    found = kind.__module__
-    return {found, *(f"{name}.trainer.states" for name in _LIGHTNINGS if found == states.__name__)}
+    module = kind.__module__
+    return {module, *(f"{name}.trainer.states" for name in _LIGHTNINGS if module == states.__name__)}
 
 
 def _not_called(kind: type, *_: Any) -> None:
@@ -382,10 +382,10 @@ def load_opened(
         with torch.serialization.safe_globals(allowed.names), warnings.catch_warnings(action="ignore"):
             return allowed.restored(torch.load(source, map_location, mmap=mmap, weights_only=True))
     except pickle.UnpicklingError as error:
-        found = re.findall(r"GLOBAL (\S+)", str(error)) or _globals(file, is_archive)
-        if not found and not is_archive:
+        named = re.findall(r"GLOBAL (\S+)", str(error)) or _globals(file, is_archive)
+        if not named and not is_archive:
             raise corrupt(name, "it is neither an archive nor a pickle") from None
-        raise _untrusted(name, found) from None
+        raise _untrusted(name, named) from None
     except _DAMAGE as error:
         raise corrupt(name, f"it cannot be read ({type(error).__name__}: {error})") from None
 
@@ -436,8 +436,8 @@ def _checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def _untrusted(name: str, found: list[str]) -> CheckpointUntrustedError:
-    what = ", ".join(dict.fromkeys(found)) or "an instruction that no checkpoint of tensors and plain values needs"
+def _untrusted(name: str, named: list[str]) -> CheckpointUntrustedError:
+    what = ", ".join(dict.fromkeys(named)) or "an instruction that no checkpoint of tensors and plain values needs"
     return CheckpointUntrustedError(
         f"{name!r} holds {what}, which could run code while it is loaded. Nothing of it was run. If you trust who "
         "wrote the file, load it with weights_only=False."
@@ -453,14 +453,14 @@ def _globals(file: IO[bytes], is_archive: bool) -> list[str]:
             pickles: IO[bytes] = io.BytesIO(archive.read(names[0]) if names else b"")
     else:
         pickles = io.BytesIO(file.read(_SCANNED_BYTES))
-    found, words = list[str](), ["", ""]
+    named, words = list[str](), ["", ""]
     with warnings.catch_warnings(action="ignore"), suppress(*_DAMAGE):  # until they end, or are no pickles
         while True:
             for code, argument, _ in pickletools.genops(pickles):
                 if isinstance(argument, str):
                     words = [words[-1], argument]
                 if code.name in ("GLOBAL", "INST") and isinstance(argument, str):
-                    found.append(argument.replace(" ", "."))
+                    named.append(argument.replace(" ", "."))
                 elif code.name == "STACK_GLOBAL":
-                    found.append(".".join(words))
-    return found
+                    named.append(".".join(words))
+    return named

@@ -78,16 +78,16 @@ class BufferState:
         if not self._start or not self._plan.topology.edges:
             return {}
         now = dict(self._root.named_buffers(remove_duplicate=False))
-        own = torch.tensor([self._figures(name, now.get(name)) for name in self._start], device=device)
-        everywhere = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(everywhere, own)
+        local = torch.tensor([self._figures(name, now.get(name)) for name in self._start], device=device)
+        everywhere = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(everywhere, local)
         by_rank = torch.stack(everywhere).tolist()  # [rank, buffer, (writes, is new, is remote)]
-        found: dict[str, int] = {}
+        sources: dict[str, int] = {}
         for index, name in enumerate(self._start):
             primary = self._plan.ownership.primary_ranks(name)[0]
-            *made, is_absent = by_rank[primary][index]
-            most = max([made, *(by_rank[rank][index][:2] for rank in self._stages)], key=lambda one: one[::-1])
-            if is_absent or made != most:  # the steps of an early stage may end before a write
+            *figures, is_absent = by_rank[primary][index]
+            most = max([figures, *(by_rank[rank][index][:2] for rank in self._stages)], key=lambda pair: pair[::-1])
+            if is_absent or figures != most:  # the steps of an early stage may end before a write
                 same = [rank for rank in self._stages if by_rank[rank][index] == [*most, 0]]
                 if not same:
                     raise ConfigError(
@@ -97,8 +97,8 @@ class BufferState:
                         "Write it before the layers that are split over stages, in the module that computes the value, "
                         'or set `feeds="all"` on the modality whose features it is written from',
                     )
-                found[name] = same[-1]
-        return found
+                sources[name] = same[-1]
+        return sources
 
     def _figures(self, name: str, buffer: Tensor | None) -> list[int]:
         if buffer is None:
@@ -201,9 +201,9 @@ def collect_others(
     They are states of metrics: tensors, and lists of them, of which the primary rank has the value. Others get them in
     host memory.
     """
-    own = dict(tensors_of(root))
+    tensors = dict(tensors_of(root))
     for name, value in state.items():
-        if name in own or not isinstance(value, Tensor | list):
+        if name in tensors or not isinstance(value, Tensor | list):
             continue
         keeper = plan.ownership.primary_ranks(name)[0]
         for target in targets:
@@ -228,24 +228,24 @@ def load_module(root: nn.Module, state: Mapping[str, Any], strict: bool, plan: P
     """
     expected = {name: value for name, value in root.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     source = StateDictSource(state)
-    own, holdings = dict(state), Holdings(plan, root)
+    local, holdings = dict(state), Holdings(plan, root)
     for name, value in expected.items():
         shape = holdings.full_shape(name, value.shape)
         if name not in state or (value.shape == shape and not is_placeholder(value)):
             continue
         check_shape(root, name, source.shape(name), shape)  # torch compares the shapes of full tensors alone
         if is_placeholder(value):
-            del own[name]
+            del local[name]
         else:
-            own[name] = torch.empty_like(value, requires_grad=False)
-            for held, region in pieces(own[name], holdings.of(name, rank, value.shape)):
+            local[name] = torch.empty_like(value, requires_grad=False)
+            for held, region in pieces(local[name], holdings.of(name, rank, value.shape)):
                 held.copy_(source.read(name, region))
-    settle(buffer for name, buffer in root.named_buffers(remove_duplicate=False) if name in own)
-    found = root.load_state_dict(own, strict=False)
+    settle(buffer for name, buffer in root.named_buffers(remove_duplicate=False) if name in local)
+    incompatible = root.load_state_dict(local, strict=False)
     remote = {name for name, value in expected.items() if is_placeholder(value)}
-    missing = [name for name in found.missing_keys if name not in remote]
+    missing = [name for name in incompatible.missing_keys if name not in remote]
     if strict:
-        Loaded(sorted(remote - state.keys()) + missing, found.unexpected_keys).check(root)
+        Loaded(sorted(remote - state.keys()) + missing, incompatible.unexpected_keys).check(root)
 
 
 def in_host_memory(tree: Any) -> Any:
@@ -351,22 +351,22 @@ def _collect(
             if rank not in (keeper, target):
                 continue
             holding = None if source is not None else holdings.of(name, keeper, value.shape)
-            own = shape if holding is None else holding.own
+            own_shape = shape if holding is None else holding.own
             here = value if holding is None or rank != keeper else holding.own_part(value)
             if keeper != target and rank == keeper:
                 dist.send(bytes_of(here.detach().to(wire)), target)
             elif keeper != target:
-                here = torch.empty(own, dtype=value.dtype, device=wire)
+                here = torch.empty(own_shape, dtype=value.dtype, device=wire)
                 dist.recv(bytes_of(here), keeper)
                 here = here.to(HOST)
             if rank != target:
                 continue
-            if holding is None or own == shape:
+            if holding is None or own_shape == shape:
                 full = here
                 continue
             if full is None:
                 full = torch.empty(shape, dtype=value.dtype, device=HOST)
-            for held, region in holding.parts(own):
+            for held, region in holding.parts(own_shape):
                 narrowed(full, region).copy_(narrowed(here, held))
         if rank == target and full is not None:
             result = full
@@ -464,10 +464,10 @@ def pieces(value: Tensor, holding: Holding) -> Iterator[tuple[Tensor, Region | N
         yield narrowed(value, held), list(full)
 
 
-def check_shape(root: nn.Module, name: str, found: tuple[int, ...], expected: Sequence[int]) -> None:
+def check_shape(root: nn.Module, name: str, shape: tuple[int, ...], expected: Sequence[int]) -> None:
     """Raise RuntimeError, in torch's words, where a source has a tensor of another shape than the module."""
-    if tuple(found) != tuple(expected):
+    if tuple(shape) != tuple(expected):
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(root).__name__}: size mismatch for {name}: the checkpoint "
-            f"has {tuple(found)}, the model {tuple(expected)}"
+            f"has {tuple(shape)}, the model {tuple(expected)}"
         )

@@ -80,16 +80,16 @@ def collect_optimizer(
             name = names.get(id(parameter))
             found_by_rank: dict[int, Any] = {}
             for keeper in (0,) if name is None else holdings.keepers(name):  # rank 0 has what has no name
-                found = full["state"].get(index) if rank == keeper else None
+                rank_state = full["state"].get(index) if rank == keeper else None
                 if keeper != 0 and rank == keeper:
-                    send_tree(found, 0, device)
+                    send_tree(rank_state, 0, device)
                 elif keeper != 0 and rank == 0:
-                    found = in_host_memory(receive_tree(keeper, device))
-                if rank == 0 and found:
-                    found_by_rank[keeper] = found
+                    rank_state = in_host_memory(receive_tree(keeper, device))
+                if rank == 0 and rank_state:
+                    found_by_rank[keeper] = rank_state
             if found_by_rank:
                 held = {} if name is None else {k: holdings.of(name, k, parameter.shape) for k in found_by_rank}
-                is_cut = any(one.own != one.full for one in held.values())
+                is_cut = any(holding.own != holding.full for holding in held.values())
                 state[index] = _merged(found_by_rank, held) if is_cut else next(iter(found_by_rank.values()))
     return {**full, "state": state}
 
@@ -133,11 +133,11 @@ def load_optimizer(optimizer: Optimizer, full: Mapping[str, Any], root: nn.Modul
             if index in states and not is_placeholder(parameter):
                 name = names.get(id(parameter))
                 holding = None if name is None else holdings.of(name, rank, parameter.shape)
-                state[index] = _own(states, index, holding)
+                state[index] = _local_state(states, index, holding)
     optimizer.load_state_dict({**full, "state": state})
 
 
-def _own(states: Mapping[int, Any], index: int, holding: Holding | None) -> dict[str, Any]:
+def _local_state(states: Mapping[int, Any], index: int, holding: Holding | None) -> dict[str, Any]:
     """Return what this rank holds of the state of one parameter."""
     if isinstance(states, StoredStates):
         source, keys, rest = states.parts(index)
@@ -145,15 +145,15 @@ def _own(states: Mapping[int, Any], index: int, holding: Holding | None) -> dict
         source = StateDictSource(states[index])
         keys = {key: key for key in source.names()}
         rest = {key: value for key, value in states[index].items() if key not in keys}
-    found = dict(rest)
+    local_state = dict(rest)
     for key, stored in keys.items():
         if holding is None or holding.own == holding.full or source.shape(stored) != holding.full:
-            found[key] = source.read(stored)
+            local_state[key] = source.read(stored)
             continue
-        found[key] = torch.empty(holding.own, dtype=source.dtype(stored))
-        for held, region in pieces(found[key], holding):
+        local_state[key] = torch.empty(holding.own, dtype=source.dtype(stored))
+        for held, region in pieces(local_state[key], holding):
             held.copy_(source.read(stored, region))
-    return found
+    return local_state
 
 
 def _merged(states: Mapping[int, Mapping[str, Any]], held: Mapping[int, Holding]) -> dict[str, Any]:
@@ -166,8 +166,8 @@ def _merged(states: Mapping[int, Mapping[str, Any]], held: Mapping[int, Holding]
             shape = next(iter(held.values())).full
             merged[key] = next(iter(tensors.values())).new_zeros(shape, device=HOST)
             for rank, value in tensors.items():
-                for own, full in held[rank].parts(held[rank].own):
-                    narrowed(merged[key], full).copy_(narrowed(value, own))
+                for local, full in held[rank].parts(held[rank].own):
+                    narrowed(merged[key], full).copy_(narrowed(value, local))
         else:
             merged[key] = next(iter(values.values()), None)
     return merged

@@ -36,10 +36,10 @@ def fingerprint(tree: Any, path: str = "") -> dict[str, Any]:
         items = [(str(index), value) for index, value in enumerate(tree)]
     else:
         return {path: _form(tree)}
-    found: dict[str, Any] = {} if items else {path: type(tree).__name__}
+    by_path: dict[str, Any] = {} if items else {path: type(tree).__name__}
     for key, value in items:
-        found |= fingerprint(value, f"{path}.{key}" if path else key)
-    return found
+        by_path |= fingerprint(value, f"{path}.{key}" if path else key)
+    return by_path
 
 
 def _form(value: Any) -> Any:
@@ -82,7 +82,7 @@ class RankReports:
 
     def __init__(self, store: dist.Store | None, topic: str, *, rank: int, world_size: int, timeout: timedelta) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
-        self._own: dict[str, str] = {}
+        self._told: dict[str, str] = {}
         self._store: dist.Store | None = None
         if store is not None and world_size > 1:
             number = store.add(f"{topic}s of {rank}", 1)
@@ -90,22 +90,22 @@ class RankReports:
 
     def tell(self, key: str, value: Any) -> None:
         """Publish a JSON value of this rank."""
-        self._own[key] = json.dumps(value)
+        self._told[key] = json.dumps(value)
         if self._store is not None:
-            self._store.set(f"{key} {self.rank}", self._own[key])
+            self._store.set(f"{key} {self.rank}", self._told[key])
 
     def hear(self, key: str, rank: int = 0) -> Any:
         """Return what a rank tells under a key, once it does."""
         if self._store is None or rank == self.rank:
-            return json.loads(self._own[key])
+            return json.loads(self._told[key])
         return json.loads(self._wait(f"{key} {rank}"))
 
     def exchange(self, key: str, value: Any) -> list[Any]:
         """Return what all ranks tell under a key, in their order; this one tells `value`."""
         self.tell(key, value)
-        found = [self.hear(key, rank) for rank in range(self.world_size)]
+        reports = [self.hear(key, rank) for rank in range(self.world_size)]
         self.part(key)
-        return found
+        return reports
 
     def part(self, key: str) -> None:
         """Wait on rank 0 until all ranks come here, but not long."""

@@ -69,22 +69,22 @@ class Unit:
         for fetch in self._fetches:
             fetch.finish()
         self._fetches = None
-        for one in self.parameters:
-            one.reopen()
+        for parameter in self.parameters:
+            parameter.reopen()
         self.is_open = True
 
     def show_rows(self) -> None:
         """Show this rank's rows, of what is not gathered."""
-        for one in self.parameters:
-            one.show_rows()
+        for parameter in self.parameters:
+            parameter.show_rows()
 
     def close(self) -> None:
         """Show NaN, and free memory; gathers under way come to their end."""
         for fetch in self._fetches or ():
             fetch.drop()
         self._fetches = None
-        for one in self.parameters:
-            one.show_closed(self._opens)
+        for parameter in self.parameters:
+            parameter.show_closed(self._opens)
         self.is_open = False
 
     @torch.compiler.disable  # a use of a value may be in code that is compiled
@@ -189,14 +189,14 @@ class Gathering(Removable):
             path = next((path for path, _ in paths if name.startswith(f"{path}.")), "")
             inside.setdefault(id(parameter), set()).add(path)
         held: dict[str, list[SharedParameter]] = {}
-        experts = [one for one in self._shared.all if one.shard.of_experts]
+        experts = [shared for shared in self._shared.all if shared.shard.of_experts]
         self._experts = [Unit("", experts, self._begin, self._touch)] if experts else []
-        for one in self._shared.all:
-            if one.rests_own and not one.shard.of_experts:
-                places = inside[id(one.parameter)]
-                held.setdefault(places.pop() if len(places) == 1 else "", []).append(one)
+        for shared in self._shared.all:
+            if shared.rests_own and not shared.shard.of_experts:
+                places = inside[id(shared.parameter)]
+                held.setdefault(places.pop() if len(places) == 1 else "", []).append(shared)
         self._units = {}
-        units = {path: Unit(path, found, self._begin, self._touch) for path, found in held.items()}
+        units = {path: Unit(path, parameters, self._begin, self._touch) for path, parameters in held.items()}
         self._rest = [units[""]] if "" in units else []
         for stage, layers in self._layers.items():
             self._units[stage] = [units[path] for path, _ in layers if path in units]
@@ -208,9 +208,9 @@ class Gathering(Removable):
 
     def prepare(self) -> None:
         """Let all parameters show the shape of their local tensors; those of stage 3 are closed."""
-        for one in self._shared.all:
-            if not one.rests_own:
-                one.show_whole()
+        for shared in self._shared.all:
+            if not shared.rests_own:
+                shared.show_whole()
         for unit in self._every():
             unit.close()
 
@@ -223,8 +223,8 @@ class Gathering(Removable):
         """
         self._resharded, self._hiding = {}, 0
         for stage, units in self._units.items() if per_action else ():
-            if found := [unit for unit in units if unit.path in self._reshards]:
-                self._resharded[stage] = found
+            if resharded := [unit for unit in units if unit.path in self._reshards]:
+                self._resharded[stage] = resharded
         apart = {unit for units in self._resharded.values() for unit in units}
         if per_action:  # their tokens travel
             apart.update(self._experts)
@@ -241,8 +241,8 @@ class Gathering(Removable):
         """
         self._hiding += 1
         for unit in self._experts if self._hiding == 1 else ():
-            for one in unit.parameters:
-                one.hide_rows(partial(self._touch_rows, one))
+            for shared in unit.parameters:
+                shared.hide_rows(partial(self._touch_rows, shared))
         yield
         self._hiding -= 1
         for unit in self._experts if self._hiding == 0 else ():
@@ -251,15 +251,15 @@ class Gathering(Removable):
     @contextmanager
     def showing_rows(self, experts: nn.Module) -> Iterator[None]:
         """Enter around the forward of experts that computes with this rank's rows."""
-        found = [one for parameter in experts.parameters() if (one := self._shared.get(parameter)) is not None]
-        hidden = [one for one in found if one.is_hidden]
-        for one in hidden:
-            one.show_rows()
+        held = [shared for parameter in experts.parameters() if (shared := self._shared.get(parameter)) is not None]
+        hidden = [shared for shared in held if shared.is_hidden]
+        for shared in hidden:
+            shared.show_rows()
         try:
             yield
         finally:
-            for one in hidden:
-                one.hide_rows(partial(self._touch_rows, one))
+            for shared in hidden:
+                shared.hide_rows(partial(self._touch_rows, shared))
 
     def _touch_rows(self, touched: SharedParameter) -> None:
         if not self._is_dry():
@@ -339,7 +339,7 @@ class Gathering(Removable):
             tensor.register_hook(lambda _: self._backpropagates(unit))
         if self._is_forward:
             walk.leave(unit)
-            trains = torch.is_grad_enabled() and any(one.parameter.requires_grad for one in unit.parameters)
+            trains = torch.is_grad_enabled() and any(shared.parameter.requires_grad for shared in unit.parameters)
             if trains and not outputs:
                 walk.touched.add(unit)
 

@@ -43,10 +43,10 @@ def convert(root: nn.Module, conversion: Callable[[], Any], dtype: torch.dtype |
     """
     computes = computing_dtypes(root)
     before = dict(computes)
-    kept = [(name, p, p.data) for name, p in root.named_parameters() if name in computes and p.dtype == dtype]
+    mains = [(name, p, p.data) for name, p in root.named_parameters() if name in computes and p.dtype == dtype]
     conversion()
     computes.clear()
-    for name, parameter, main in kept:
+    for name, parameter, main in mains:
         computes[name] = before[name] if parameter.dtype == dtype else parameter.dtype
         parameter.data = main
     if dtype is not None:
@@ -125,33 +125,33 @@ class MainParameters:
         """Let parameters show what layers compute with, until `show_main`."""
         self._computes = True
         with torch.inference_mode(False), torch.no_grad():
-            local = [one for one in self._faces if not is_remote(one.parameter)]
-            for one in self._faces:
-                one.main, one.version = one.parameter.data, one.parameter._version
-            rounded = [torch.empty_like(one.main, dtype=one.computes) for one in local]
+            local = [face for face in self._faces if not is_remote(face.parameter)]
+            for face in self._faces:
+                face.main, face.version = face.parameter.data, face.parameter._version
+            rounded = [torch.empty_like(face.main, dtype=face.computes) for face in local]
             if rounded:
-                torch._foreach_copy_(rounded, [one.main for one in local])
-            for one, value in zip(local, rounded, strict=True):
-                one.parameter.data = value
-                one.parameter.grad_dtype = self._dtype
-            for one in self._faces:
-                if is_remote(one.parameter):
-                    one.parameter.data = one.parameter.to(one.computes)
+                torch._foreach_copy_(rounded, [face.main for face in local])
+            for face, value in zip(local, rounded, strict=True):
+                face.parameter.data = value
+                face.parameter.grad_dtype = self._dtype
+            for face in self._faces:
+                if is_remote(face.parameter):
+                    face.parameter.data = face.parameter.to(face.computes)
 
     def show_main(self) -> None:
         """Let parameters show their main parameters, with what a step has written to them in place."""
         if not self._computes:
             return
         self._computes = False
-        for one in self._faces:
-            parameter = one.parameter
+        for face in self._faces:
+            parameter = face.parameter
             if not is_remote(parameter):
-                if parameter._version != one.version:
+                if parameter._version != face.version:
                     with torch.inference_mode(False), torch.no_grad():
-                        written, before = parameter.data, one.main.to(one.computes)
-                        one.main.copy_(torch.where(written == before, one.main, written))
+                        written, before = parameter.data, face.main.to(face.computes)
+                        face.main.copy_(torch.where(written == before, face.main, written))
                 parameter.grad_dtype = None
-            parameter.data = one.main
+            parameter.data = face.main
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:

@@ -46,9 +46,9 @@ from lightning_mm5d.sharded.remote_value import TELLING
 from lightning_mm5d.sharded.torch_internals import all_gather_single, reduce_scatter_single
 
 
-def gather(own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, encoding: Encoding | None) -> Any:
+def gather(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, encoding: Encoding | None) -> Any:
     """Start an all-gather, as `Gathered`; encoded, all ranks get equal rows, the owner too."""
-    return Gathered(own, lengths, group) if encoding is None else encoding.gathered(own, lengths, group)
+    return Gathered(rows, lengths, group) if encoding is None else encoding.gathered(rows, lengths, group)
 
 
 class ScatteredSum:
@@ -69,7 +69,7 @@ class ScatteredSum:
         if self._is_ordered:
             longest = max(lengths)
             if min(lengths) < longest:
-                sent = torch.cat([F.pad(one, (0, longest - one.numel())) for one in sent.split(list(lengths))])
+                sent = torch.cat([F.pad(part, (0, longest - part.numel())) for part in sent.split(list(lengths))])
             arrived = sent.new_empty(longest)
             self._work = reduce_scatter_single(arrived, sent, group, async_op=True)
         else:
@@ -105,17 +105,17 @@ class Gathered:
         group: the ranks that share.
     """
 
-    def __init__(self, own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> None:
+    def __init__(self, rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> None:
         longest = max(lengths)
         self._lengths = lengths
-        self._own = own if own.numel() == longest else torch.cat([own, own.new_empty(longest - own.numel())])
-        self._all = own.new_empty(longest * len(lengths))
-        self._work: Any = all_gather_single(self._all, self._own, group=group, async_op=True)
+        self._padded = rows if rows.numel() == longest else torch.cat([rows, rows.new_empty(longest - rows.numel())])
+        self._all = rows.new_empty(longest * len(lengths))
+        self._work: Any = all_gather_single(self._all, self._padded, group=group, async_op=True)
 
     def wait(self) -> list[Tensor]:
         """Return the flat tensors of all ranks."""
         self._work.wait()
-        return [one[:length] for one, length in zip(self._all.chunk(len(self._lengths)), self._lengths, strict=True)]
+        return [rows[:length] for rows, length in zip(self._all.chunk(len(self._lengths)), self._lengths, strict=True)]
 
 
 # a backward from a parameter adds to its gradient
@@ -140,10 +140,10 @@ class Closed(nn.Parameter):
         # a view of itself is how torch finds the node that accumulates its gradient
         if func not in _TELLING and not (func is Tensor.view_as and args[0] is args[1]):
             closed = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Closed)]
-            for one in closed:
-                if isinstance(one, Closed):  # another of the same layer may have opened it
-                    one.opens()
-            if not any(isinstance(one, Closed) for one in closed):
+            for leaf in closed:
+                if isinstance(leaf, Closed):  # another of the same layer may have opened it
+                    leaf.opens()
+            if not any(isinstance(leaf, Closed) for leaf in closed):
                 return func(*args, **kwargs)
         with _plain():
             return func(*args, **kwargs)
@@ -375,26 +375,26 @@ class Fetch:
 
     def __init__(self, held: Sequence[SharedParameter], group: dist.ProcessGroup, *, exact: bool) -> None:
         self._held = held
-        own = torch.cat([one.own.reshape(-1).to(one.dtype) for one in held])
-        self._sizes = [[one.numel_at(place) for one in held] for place in range(len(held[0].shard.block))]
+        rows = torch.cat([shared.own.reshape(-1).to(shared.dtype) for shared in held])
+        self._sizes = [[shared.numel_at(place) for shared in held] for place in range(len(held[0].shard.block))]
         encoding = None if exact else held[0].traffic.parameters
-        self._gathered = gather(own, [sum(sizes) for sizes in self._sizes], group, encoding)
+        self._gathered = gather(rows, [sum(sizes) for sizes in self._sizes], group, encoding)
 
     def finish(self) -> None:
         """Write the rows to the local tensors, which get memory."""
         with torch.inference_mode(False):  # of an evaluation
-            for one in self._held:
-                one.give_memory()
+            for shared in self._held:
+                shared.give_memory()
         targets, sources = [], []
         for place, (flat, sizes) in enumerate(zip(self._gathered.wait(), self._sizes, strict=True)):
-            for one, part in zip(self._held, flat.split(sizes), strict=True):
-                if place != one.shard.place or one.is_apart:
-                    assert one.whole is not None
-                    targets.append(one.shard.rows(one.whole, place))
+            for shared, part in zip(self._held, flat.split(sizes), strict=True):
+                if place != shared.shard.place or shared.is_apart:
+                    assert shared.whole is not None
+                    targets.append(shared.shard.rows(shared.whole, place))
                     sources.append(part.view(targets[-1].shape))
         torch._foreach_copy_(targets, sources)
-        for one in self._held:
-            one.note_gathered()
+        for shared in self._held:
+            shared.note_gathered()
 
     def drop(self) -> None:
         """Wait for the rows, and throw them away."""
@@ -441,16 +441,16 @@ class SharedParameters:
         for name, shard in self._shards.items():
             parameter = self._parameters[name]
             if trains or shard.stage == 3 or name in computes:
-                one = SharedParameter(parameter, shard, self._shapes[name], self._traffic[name], computes.get(name))
-                self.all.append(one)
-                self._by_id[id(one.parameter)] = one
-        self._fetch([one for one in self.all if not one.rests_own and one.is_apart and one.parameter.requires_grad])
+                shared = SharedParameter(parameter, shard, self._shapes[name], self._traffic[name], computes.get(name))
+                self.all.append(shared)
+                self._by_id[id(shared.parameter)] = shared
+        self._fetch([p for p in self.all if not p.rests_own and p.is_apart and p.parameter.requires_grad])
 
     def leave_step(self) -> None:
         """Show own rows where a step that has failed left parameters without values."""
-        for one in self.all:
-            if isinstance(one.parameter, Closed):
-                one.show_own()
+        for shared in self.all:
+            if isinstance(shared.parameter, Closed):
+                shared.show_own()
 
     def keep(self, *, failed: bool = False) -> None:
         """Leave what is shown between batches: the local tensors, of stage 3 this rank's rows.
@@ -478,15 +478,15 @@ class SharedParameters:
         self.settle()
         rounded = self._make_exact()
         try:
-            yield frozenset(one.whole.data_ptr() for one in rounded if one.whole is not None)
+            yield frozenset(shared.whole.data_ptr() for shared in rounded if shared.whole is not None)
         finally:
             self._fetch(rounded)
 
     def _make_exact(self) -> list[SharedParameter]:
         """Let local tensors that have rounded rows have exact ones; return their parameters."""
-        rounded = [one for one in self.all if not one.rests_own and one.is_apart and one.parameter.requires_grad]
-        for one in rounded:
-            one.adopt_changes()
+        rounded = [p for p in self.all if not p.rests_own and p.is_apart and p.parameter.requires_grad]
+        for shared in rounded:
+            shared.adopt_changes()
         self._fetch(rounded, exact=True)
         return rounded
 
@@ -497,22 +497,22 @@ class SharedParameters:
     def show_own(self) -> None:
         """Let all show the rows that this rank owns."""
         self._take_data()
-        for one in self.all:
-            one.show_own()
+        for shared in self.all:
+            shared.show_own()
 
     def show_whole(self) -> None:
         """Let all show their local tensors; collective where they have no memory."""
-        self._fetch([one for one in self.all if one.whole is None])
-        for one in self.all:
-            one.show_whole()
+        self._fetch([shared for shared in self.all if shared.whole is None])
+        for shared in self.all:
+            shared.show_whole()
 
     def rest(self) -> None:
         """Show what is shown between batches, and free the whole tensors of what rests as own rows."""
-        for one in self.all:
-            if one.rests_own:
-                one.show_own()
+        for shared in self.all:
+            if shared.rests_own:
+                shared.show_own()
             else:
-                one.show_whole()
+                shared.show_whole()
 
     def settle(self) -> None:
         """Exchange rows that an optimizer may have changed outside of the trainer's step; collective.
@@ -521,26 +521,26 @@ class SharedParameters:
         stepped on the inner optimizer.
         """
         self._take_data()
-        self.stepped([one.parameter for one in self.all if not one.rests_own and not one.is_whole])
+        self.stepped([shared.parameter for shared in self.all if not shared.rests_own and not shared.is_whole])
         self.rest()
 
     def _take_data(self) -> None:
         """Take over the data that somebody has set in place of a local tensor's."""
-        for one in self.all:
-            if one.is_whole and not one.rests_own and one.whole is not None:
-                data = one.parameter.data
-                if data.data_ptr() != one.whole.data_ptr():
-                    one.whole.copy_(data)
-                    one.parameter.data = one.whole
+        for shared in self.all:
+            if shared.is_whole and not shared.rests_own and shared.whole is not None:
+                data = shared.parameter.data
+                if data.data_ptr() != shared.whole.data_ptr():
+                    shared.whole.copy_(data)
+                    shared.parameter.data = shared.whole
 
     def stepped(self, parameters: Iterable[Tensor]) -> None:
         """Exchange rows of `parameters` after an optimizer's step on this rank's; collective."""
-        found = [self._by_id[id(p)] for p in parameters if id(p) in self._by_id]
-        for one in found:
-            one.keep_own()
+        held = [self._by_id[id(p)] for p in parameters if id(p) in self._by_id]
+        for shared in held:
+            shared.keep_own()
         # what was frozen after it got its gradient is stepped on too
-        changed = [one for one in found if one.parameter.requires_grad or one.parameter.grad is not None]
-        self._fetch([one for one in changed if not one.rests_own])
+        changed = [shared for shared in held if shared.parameter.requires_grad or shared.parameter.grad is not None]
+        self._fetch([shared for shared in changed if not shared.rests_own])
 
     def _fetch(self, wanted: Sequence[SharedParameter], *, exact: bool = False) -> None:
         """Write the rows of all ranks to the local tensors of `wanted`, which get memory; collective."""
@@ -562,21 +562,21 @@ class SharedParameters:
             groups: of these blocks, where they are not those that gradients are summed over.
             exact: whether rows travel as they are.
         """
-        for held in self._buckets(wanted, lambda one: one):
+        for held in self._buckets(wanted, lambda shared: shared):
             group = (groups or self._groups)[held[0].shard.block]
             assert group is not None
             yield Fetch(held, group, exact=exact)
 
     def _buckets(self, items: Sequence[T], parameter: Callable[[T], SharedParameter]) -> list[list[T]]:
         """Return `items` in lists that are exchanged at once, in one order on all ranks that share one of them."""
-        found: dict[Any, list[list[T]]] = {}
+        by_key: dict[Any, list[list[T]]] = {}
         sizes: dict[Any, int] = {}
         for item in items:
-            one = parameter(item)
-            key = one.shard.block, one.shard.across, f"{one.dtype} of {one.own.dtype}", one.traffic.key
-            if key not in found or sizes[key] >= self._bucket_bytes:
-                found.setdefault(key, []).append([])
+            shared = parameter(item)
+            key = shared.shard.block, shared.shard.across, f"{shared.dtype} of {shared.own.dtype}", shared.traffic.key
+            if key not in by_key or sizes[key] >= self._bucket_bytes:
+                by_key.setdefault(key, []).append([])
                 sizes[key] = 0
-            found[key][-1].append(item)
-            sizes[key] += one.dtype.itemsize * one.own.numel() * len(one.shard.block)
-        return [bucket for key in sorted(found) for bucket in found[key]]
+            by_key[key][-1].append(item)
+            sizes[key] += shared.dtype.itemsize * shared.own.numel() * len(shared.shard.block)
+        return [bucket for key in sorted(by_key) for bucket in by_key[key]]

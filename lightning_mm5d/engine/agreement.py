@@ -77,9 +77,9 @@ class Agreement:
 
     def _tell(self, store: dist.Store, digests: Mapping[int, str], text: str) -> None:
         """Publish this rank's statement where it is the first rank of its digest."""
-        own = digests[self._rank]
-        if min(rank for rank, digest in digests.items() if digest == own) == self._rank:
-            store.set(f"statement {own}", text)
+        own_digest = digests[self._rank]
+        if min(rank for rank, digest in digests.items() if digest == own_digest) == self._rank:
+            store.set(f"statement {own_digest}", text)
 
     def _digests(self, store: dist.Store, what: str, text: str) -> dict[int, str]:
         """Return the digest of each rank; where they differ, of the ranks that have come soon after that shows."""
@@ -93,15 +93,15 @@ class Agreement:
             if now - begin < _LONGEST_PAUSE_S and now < end:
                 time.sleep(pause)
                 continue
-            found = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
-            if len(found) == self._world_size:  # the last ones have come meanwhile
-                return found
-            away = ranks_of(rank for rank in range(self._world_size) if rank not in found)
-            if len(set(found.values())) > 1:
-                self._tell(store, found, text)  # others may know all ranks already
+            digests = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
+            if len(digests) == self._world_size:  # the last ones have come meanwhile
+                return digests
+            away = ranks_of(rank for rank in range(self._world_size) if rank not in digests)
+            if len(set(digests.values())) > 1:
+                self._tell(store, digests, text)  # others may know all ranks already
                 end = min(end, now + _COMES_S)
                 if now >= end:
-                    return found
+                    return digests
             elif now >= end:
                 raise RankLostError(f"{away} did not come to the check of {what} within {self._timeout}")
             elif now - begin > _NOTICE_S and not noticed and self._rank == 0:
@@ -139,7 +139,7 @@ def differences(statements: Mapping[int, Mapping[str, Any]]) -> str:
         statements: values by name, by rank.
     """
     names = dict.fromkeys(name for statement in statements.values() for name in statement)
-    found = []
+    disagreements = []
     for name in names:
         values: dict[str, list[int]] = {}
         for rank, statement in statements.items():
@@ -148,11 +148,11 @@ def differences(statements: Mapping[int, Mapping[str, Any]]) -> str:
             # fewest ranks first: most likely those to look at
             (value, ranks), *others = sorted(values.items(), key=lambda item: len(item[1]))
             rest = (f"{_have(ranks)} {value}" for value, ranks in others)
-            found.append(", ".join([f"{_have(ranks)} {name} {value}", *rest]))
+            disagreements.append(", ".join([f"{_have(ranks)} {name} {value}", *rest]))
             if name == _NEXT:
                 break
-    more = [f"{len(found) - _NAMED} more differences"] if len(found) > _NAMED else []
-    return "ranks disagree: " + "; ".join([*found[:_NAMED], *more])
+    more = [f"{len(disagreements) - _NAMED} more differences"] if len(disagreements) > _NAMED else []
+    return "ranks disagree: " + "; ".join([*disagreements[:_NAMED], *more])
 
 
 def ranks_of(ranks: Iterable[int]) -> str:

@@ -114,7 +114,7 @@ class Bridge:
         self,
         meta: Any,
         tensors: Sequence[Tensor],
-        own: frozenset[int] = frozenset(),
+        shards: frozenset[int] = frozenset(),
         shapes: Shapes = UNKNOWN,
         place: Hashable = None,
     ) -> None:
@@ -122,8 +122,8 @@ class Bridge:
 
         Args:
             meta: JSON, equal on all sources.
-            tensors: of any shape and strides, equal on all sources but for ``own``.
-            own: positions of tensors that go whole to the target of the same index; equal on all sources, which are
+            tensors: of any shape and strides, equal on all sources but for ``shards``.
+            shards: positions of tensors that go whole to the target of the same index; equal on all sources, which are
                 then as many as the targets.
             shapes: what sources and targets know of them; equal on all sources.
             place: of the microbatch, by which a target that is a source takes it in any order; others keep the order.
@@ -134,8 +134,8 @@ class Bridge:
         """
         a, b = len(self._sources), len(self._targets)
         assert self._rank in self._sources, f"rank {self._rank} does not send on {self.name}"
-        assert not own or a == b, f"{a} sources of {self.name} have no shards of their own for {b} targets"
-        assert own <= set(range(len(tensors))), f"{self.name}: no tensors at {sorted(own)} of {len(tensors)}"
+        assert not shards or a == b, f"{a} sources of {self.name} have no shards of their own for {b} targets"
+        assert shards <= set(range(len(tensors))), f"{self.name}: no tensors at {sorted(shards)} of {len(tensors)}"
         if self._encoding is not None:
             meta, tensors = self._encoding.encoded(meta, tensors)
         if self._is_plain:
@@ -144,7 +144,7 @@ class Bridge:
             return
         leaves = [tensor.detach() for tensor in tensors]
         split = [
-            None if index in own or leaf.numel() * leaf.itemsize < WHOLE_BYTES else list(leaf.shape)
+            None if index in shards or leaf.numel() * leaf.itemsize < WHOLE_BYTES else list(leaf.shape)
             for index, leaf in enumerate(leaves)
         ]
         whole = [leaf for leaf, shape in zip(leaves, split, strict=True) if shape is None]
@@ -251,7 +251,7 @@ class Bridges:
         self, plan: Plan, transport: Wire | None, rank: int, instances: Mapping[tuple[int, ...], TensorGroup]
     ) -> None:
         self._plan, self._transport, self._rank, self._instances = plan, transport, rank, instances
-        self._made: dict[Any, Bridge] = {}
+        self._bridges: dict[Any, Bridge] = {}
 
     def between(self, source: StageKey, target: StageKey, place: tuple[int, int], back: bool = False) -> Bridge:
         """Return the bridge between the instances of two stages that run a microbatch.
@@ -264,14 +264,14 @@ class Bridges:
         """
         ends = [self._plan.topology.ranks_at(stage, *place) for stage in (source, target)]
         key = (source, target, *ends, back)
-        if key not in self._made:
+        if key not in self._bridges:
             assert self._transport is not None, "one stage sends to nobody"
             name = f"{source}->{target}"
             if back:
                 ends, name = ends[::-1], f"{target}->{source}"
             group = self._instances.get(ends[1])
             sender = self._plan.modalities[(target if back else source).modality]
-            self._made[key] = Bridge(
+            self._bridges[key] = Bridge(
                 self._transport,
                 rank=self._rank,
                 direction="gradients" if back else "activations",
@@ -281,4 +281,4 @@ class Bridges:
                 group=None if group is None else group.group,
                 encoding=encoding_of(sender, "payloads"),
             )
-        return self._made[key]
+        return self._bridges[key]

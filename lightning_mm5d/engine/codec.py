@@ -115,7 +115,7 @@ class TreeChannel:
         try:
             packed_tree = packer.describe(tree)
             tensors = [tensor.detach() for tensor in packer.tensors]
-            apart = [index for index, one in enumerate(tensors) if self._goes_apart(one)]
+            apart = [index for index, tensor in enumerate(tensors) if self._goes_apart(tensor)]
             description = [None, packed_tree, json.loads(describe(apart, [tensors[index] for index in apart]))]
             leaves = [tensor.to(self._near) for index, tensor in enumerate(tensors) if index not in apart]
             parts = [bytes_of(leaf) for leaf in leaves if leaf.numel()]
@@ -167,9 +167,9 @@ class TreeChannel:
         filled = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in apart.sizes]
         for buffer in filled:
             self._move(buffer)
-        found = dict(zip(apart.meta, leaves_of(apart, filled, self._device), strict=True))
+        leaves = dict(zip(apart.meta, leaves_of(apart, filled, self._device), strict=True))
         rest = iter(near)
-        return rebuild(description, [found[i] if i in found else next(rest) for i in range(len(found) + len(near))])
+        return rebuild(description, [leaves[i] if i in leaves else next(rest) for i in range(len(leaves) + len(near))])
 
 
 def broadcast_tree(tree: Any, src: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
@@ -212,14 +212,14 @@ def messages(slot: int, text: bytes, parts: list[Tensor], room: int, device: tor
         device: where messages live.
     """
     first = [torch.tensor([slot, len(text)], device=device).view(torch.uint8)]
-    own: list[Tensor] = []
+    header: list[Tensor] = []
     if text:
         encoded = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-        (first if CONTROL_BYTES + len(text) <= room else own).append(encoded)
+        (first if CONTROL_BYTES + len(text) <= room else header).append(encoded)
     sizes = [part.numel() for part in parts]
     riding = _riders(sizes, room - CONTROL_BYTES - len(text))
     first += parts[:riding]
-    return [torch.cat(first) if len(first) > 1 else first[0], *own, *packed(parts[riding:])]
+    return [torch.cat(first) if len(first) > 1 else first[0], *header, *packed(parts[riding:])]
 
 
 def packed(parts: list[Tensor]) -> list[Tensor]:

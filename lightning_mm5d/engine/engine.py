@@ -153,7 +153,7 @@ class Engine:
         flights: _Flights = {}
         due: _Due = {}
         course = Course(step, actions, trainable, count)
-        around = self._around_step = [one for each in self.around if (one := each.step(course)) is not None]
+        around = self._around_step = [hook for feature in self.around if (hook := feature.step(course)) is not None]
         gathers = self._meets = self.gathers if step.trains else None
         if gathers is not None:
             gathers.begin(step, self.preparation.schedule_of(count), count, trainable)
@@ -162,41 +162,41 @@ class Engine:
             for numbers in groups:
                 group = actions[numbers.start : numbers.stop]
                 self.action = group[0]
-                for bridge, place in (one for number in numbers for one in (receipts[number] if receipts else ())):
+                for bridge, place in (pair for number in numbers for pair in (receipts[number] if receipts else ())):
                     assert self._promises is not None
                     bridge.post(self._promises.key(place))
-                for one in around:
-                    one.before(numbers)
+                for hook in around:
+                    hook.before(numbers)
                 stage, kind = group[0].stage, group[0].kind
                 if kind is Kind.F:
                     deferred = [Deferred() if stage in split_stages else None for _ in group]
                     uncounted = discards and not self._views[stage].is_last
                     with step.uncounted() if uncounted else nullcontext():
-                        made = self._forwards(step, graph, group, deferred)
+                        begun = self._forwards(step, graph, group, deferred)
                     if step.trains and graph.has_backward(stage):
                         flights.update(
-                            ((stage, one.microbatch), flight) for one, flight in zip(group, made, strict=True)
+                            ((stage, action.microbatch), flight) for action, flight in zip(group, begun, strict=True)
                         )
-                    del made
+                    del begun
                 else:
                     ends = ending if last_actions[stage] in group else None
                     self._run_backwards(group, flights, due, ends)
-                for one in around:
-                    one.after(numbers)
+                for hook in around:
+                    hook.after(numbers)
         if gathers is not None:
             gathers.end()
         if self._transport is not None:
             self._transport.flush()
-        for one in around:
-            one.end()
+        for hook in around:
+            hook.end()
         self.action = None
 
     @contextmanager
     def unscheduled(self) -> Generator[None, None, None]:
         """Enter around a step that runs without a schedule."""
         with ExitStack() as stack:
-            for one in self.around:
-                stack.enter_context(one.unscheduled())
+            for feature in self.around:
+                stack.enter_context(feature.unscheduled())
             yield
 
     def stage(self) -> StageKey | None:
@@ -218,8 +218,8 @@ class Engine:
 
     def _starts(self) -> None:
         """Note that an action has everything that it waited for."""
-        for one in self._around_step:
-            one.starts()
+        for hook in self._around_step:
+            hook.starts()
 
     def take(self) -> Action | None:
         """Return the action that runs, which is of one microbatch at a time."""
@@ -241,7 +241,7 @@ class Engine:
         """Run the forwards of a group, side by side or one after another; what they send leaves after all of them."""
         stage = actions[0].stage
         given = [(action, step.microbatches[(at := self._place(action))[0]][at[1]]) for action in actions]
-        made: list[Forward] = []
+        forwards: list[Forward] = []
         with torch.set_grad_enabled(step.trains and graph.has_backward(stage)):
             beside, batches = self.beside, [part.batch for _, part in given]
             # whether it is known of all microbatches if their stage makes shapes of values
@@ -249,15 +249,15 @@ class Engine:
                 not self._promises.watches(action.stage, self._place(action)) for action in actions
             )
             if len(actions) > 1 and beside is not None and beside.applies(step, stage, batches, known=known):
-                found = [self._payloads(graph, action) for action in actions]
+                payloads = [self._payloads(graph, action) for action in actions]
                 calls = [
                     meeting(self._meets, action, due)(partial(self._forward, step, action, part, received, due))
-                    for (action, part), received, due in zip(given, found, deferred, strict=True)
+                    for (action, part), received, due in zip(given, payloads, deferred, strict=True)
                 ]
                 self._starts()
                 with self._spared(stage):
-                    made = beside.run(stage, calls, [self, *step.scopes], backward=False)
-            are_beside = bool(made)
+                    forwards = beside.run(stage, calls, [self, *step.scopes], backward=False)
+            are_beside = bool(forwards)
             for (action, part), due in zip(given, deferred, strict=True) if not are_beside else ():
                 self.action = action
                 with meeting(self._meets, action, due):  # until replicas have met, and before anything is sent
@@ -265,8 +265,8 @@ class Engine:
                     self._starts()
                     watching = nullcontext() if beside is None else beside.watching(step, stage, part.batch)
                     with self._spared(stage), watching:
-                        made.append(self._forward(step, action, part, received, due))
-            return [self._flight(step, graph, one, are_beside) for one in made]
+                        forwards.append(self._forward(step, action, part, received, due))
+            return [self._flight(step, graph, forward, are_beside) for forward in forwards]
 
     def _payloads(self, graph: Graph, action: Action) -> list[Payload]:
         place = self._place(action)
@@ -289,8 +289,8 @@ class Engine:
         run = Run(self._runtime, self._views[stage], payloads, structure, draws, deferred, trains=step.trains)
         with ExitStack() as stack:
             stack.enter_context(named(action))
-            for one in self._around_step:
-                stack.enter_context(one.forward(run, action))
+            for hook in self._around_step:
+                stack.enter_context(hook.forward(run, action))
             shapes = stack.enter_context(self._watching(step, stage, (replica, index), payloads))
             result, ended = self._executed(run, step, part, index, stage)
         if self._views[stage].is_last and ended:
@@ -299,19 +299,19 @@ class Engine:
                 self._first_loss.check(loss, stage)
         return Forward(action, part, run, payloads, shapes, loss)
 
-    def _flight(self, step: Step, graph: Graph, made: Forward, is_beside: bool) -> Flight:
+    def _flight(self, step: Step, graph: Graph, forward: Forward, is_beside: bool) -> Flight:
         """Send what a forward passes on; return what its backward needs."""
-        stage, place, run = made.action.stage, self._place(made.action), made.run
+        stage, place, run = forward.action.stage, self._place(forward.action), forward.run
         passed: list[Tensor] = []  # which its receivers on this rank may hold, too
-        sent = [self._send(run, other, place, made.shapes, step.fails, passed) for other in graph.successors(stage)]
+        sent = [self._send(run, other, place, forward.shapes, step.fails, passed) for other in graph.successors(stage)]
         received = [
             (self._bridges.between(other, stage, place, back=True), *with_grads(payload))
-            for other, payload in zip(graph.predecessors(stage), made.payloads, strict=True)
+            for other, payload in zip(graph.predecessors(stage), forward.payloads, strict=True)
             if graph.has_backward(other)
         ]
-        for one in self._around_step:
-            one.ran(made, passed)
-        return Flight(run, sent, received, made.loss, place, is_beside)
+        for hook in self._around_step:
+            hook.ran(forward, passed)
+        return Flight(run, sent, received, forward.loss, place, is_beside)
 
     def _watching(
         self, step: Step, stage: StageKey, place: tuple[int, int], received: Sequence[Payload]
@@ -361,8 +361,8 @@ class Engine:
     def _backward(self, action: Action, flight: Flight, arrivals: Arrivals) -> None:
         self.action = action
         with named(action), ExitStack() as stack:
-            for one in self._around_step:
-                stack.enter_context(one.backward(flight.run, action))
+            for hook in self._around_step:
+                stack.enter_context(hook.backward(flight.run, action))
             flight.backward(arrivals)
 
     def _run_backwards(self, actions: Sequence[Action], flights: _Flights, due: _Due, ending: Ending | None) -> None:
@@ -373,17 +373,17 @@ class Engine:
             self._starts()
             deferred: list[Deferred | None] = [due.pop(key) for key in keys]
         else:
-            found = [flights.pop(key) for key in keys]
-            deferred = [flight.run.deferred for flight in found]
-            self._backwards(actions, found, ending if deferred[0] is None else None)
-            del found
-        for key, action, one in zip(keys, actions, deferred, strict=True):
-            if one is not None and kind is Kind.I:
-                due[key] = one
-            elif one is not None:
+            group_flights = [flights.pop(key) for key in keys]
+            deferred = [flight.run.deferred for flight in group_flights]
+            self._backwards(actions, group_flights, ending if deferred[0] is None else None)
+            del group_flights
+        for key, action, put_off in zip(keys, actions, deferred, strict=True):
+            if put_off is not None and kind is Kind.I:
+                due[key] = put_off
+            elif put_off is not None:
                 is_last = ending is not None and action is actions[-1]
-                with named(action), ending(stage, one.weights, 1) if ending and is_last else nullcontext():
-                    one.compute()
+                with named(action), ending(stage, put_off.weights, 1) if ending and is_last else nullcontext():
+                    put_off.compute()
 
     def _backwards(self, actions: Sequence[Action], flights: Sequence[Flight], ending: Ending | None) -> None:
         """Run the backwards of a group, side by side where their forwards were; what they send leaves after all.

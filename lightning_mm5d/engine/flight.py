@@ -95,10 +95,10 @@ class Flight:
         for bridge, tensors, local in self.received:
             missing = [index for index, tensor in enumerate(tensors) if tensor.grad is None]
             present = [index for index, tensor in enumerate(tensors) if tensor.grad is not None]
-            own = frozenset(place for place, index in enumerate(present) if index in local)
+            shards = frozenset(place for place, index in enumerate(present) if index in local)
             # copies: a parameter may have taken the same memory for its gradient, and later microbatches add to that
             grads = [tensors[index].grad.clone() for index in present]  # type: ignore[union-attr]
-            bridge.send(marked({"missing": missing}, shapes), grads, own, shapes, self.place)
+            bridge.send(marked({"missing": missing}, shapes), grads, shards, shapes, self.place)
 
 
 def unpacked(meta: Any, tensors: list[Tensor]) -> Payload:
@@ -241,11 +241,11 @@ class Recorder(AroundSteps, AroundStep):
         anchor = moment(self._device)
         _wait(anchor)
         now = time.time()  # at which the device has nothing left to do, so that both clocks meet
-        found = {}
+        times = {}
         for action, (start, end, place, count) in self._times.items():
             first, whole = now - seconds_between(start, anchor), seconds_between(start, end)
-            found[action] = first + whole * place / count, first + whole * (place + 1) / count
-        return found
+            times[action] = first + whole * place / count, first + whole * (place + 1) / count
+        return times
 
     def shares(self) -> tuple[float, float]:
         """Return which shares of the last step this rank computed and idled; waits for the device."""

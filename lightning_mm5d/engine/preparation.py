@@ -125,8 +125,8 @@ class Preparation:
 
 
 def _groups(actions: Sequence[Action], grouping: Grouping | None) -> list[range]:
-    found: list[range] = []
+    groups: list[range] = []
     for number, action in enumerate(actions):
         joins = grouping is not None and action.kind is not Kind.W and grouping.place(action.microbatch) > 0
-        found.append(range(found.pop().start, number + 1) if joins else range(number, number + 1))
-    return found
+        groups.append(range(groups.pop().start, number + 1) if joins else range(number, number + 1))
+    return groups

@@ -55,7 +55,7 @@ class Promises:
     def __init__(self, hosts: Mapping[int, dist.ProcessGroup | None] | None = None) -> None:
         self._hosts, self._epoch = hosts or {}, -1
         self._fixed: dict[tuple[StageKey, Hashable], bool] = {}
-        self._made: set[tuple[StageKey, Hashable]] = set()
+        self._promised: set[tuple[StageKey, Hashable]] = set()
         self._made_back: set[tuple[StageKey, Hashable]] = set()
         self._keys: dict[tuple[int, int], Hashable] = {}
 
@@ -70,7 +70,7 @@ class Promises:
         if step.trains and step.epoch != self._epoch:
             self._epoch = step.epoch
             self._fixed.clear()
-            self._made.clear()
+            self._promised.clear()
             self._made_back.clear()
         for replica, parts in step.microbatches.items():
             batches = [_described_or_none(part.batch) if step.trains else None for part in parts]
@@ -110,7 +110,7 @@ class Promises:
             place: replica and index of the microbatch.
         """
         key = self._keys[place]
-        return Shapes(key, promised=(stage, key) in self._made)
+        return Shapes(key, promised=(stage, key) in self._promised)
 
     def shapes_back(self, stage: StageKey, place: tuple[int, int], received: Sequence[Any]) -> Shapes:
         """Return what is known of the shapes of a stage's gradients, which depend on later stages too.
@@ -141,7 +141,7 @@ class Promises:
         fixed = self._fixed.get((stage, key))
         if not self.watches(stage, place):
             if fixed and not any(payload.meta.get(_VARIES) for payload in received):
-                self._made.add((stage, key))
+                self._promised.add((stage, key))
             yield self.shapes(stage, place)
             return
         shapes, before = _ShapesOfValues(), _numbers()
@@ -198,7 +198,7 @@ class _ShapesOfValues(TorchDispatchMode):
         super().__init__()
         self.seen = False
         self.ignores = False
-        self._made: dict[int, Tensor] = {}  # which stay alive, or another tensor would get the id
+        self._selected: dict[int, Tensor] = {}  # which stay alive, or another tensor would get the id
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -206,7 +206,7 @@ class _ShapesOfValues(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        taken = (*args, *(kwargs or {}).values())
+        arguments = (*args, *(kwargs or {}).values())
         result = func(*args, **(kwargs or {}))
         if self.ignores:
             return result
@@ -214,11 +214,11 @@ class _ShapesOfValues(TorchDispatchMode):
             self.seen = self.seen or args[0].dtype is not torch.bool or not _is_branch_of_transformers()
         elif func is torch.ops.aten.index.Tensor:
             if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
-                self._made[id(result)] = result
+                self._selected[id(result)] = result
                 self.seen = self.seen or not _is_branch_of_transformers()
         elif torch.Tag.dynamic_output_shape in getattr(func, "tags", ()) or func is _PACKS:
             self.seen = True
-        self.seen = self.seen or any(id(one) in self._made for one in taken)
+        self.seen = self.seen or any(id(argument) in self._selected for argument in arguments)
         return result
 
 
@@ -248,6 +248,6 @@ class _Reads(TorchFunctionMode):
                 return func(*args, **(kwargs or {}))
             finally:
                 self._shapes.ignores = before
-        reads = func in _READS or (func in _SPLITS and any(isinstance(one, Tensor) for one in args[1:]))
+        reads = func in _READS or (func in _SPLITS and any(isinstance(argument, Tensor) for argument in args[1:]))
         self.seen = self.seen or (reads and not self._shapes.ignores)
         return func(*args, **(kwargs or {}))

@@ -99,7 +99,7 @@ class Groups:
         self._device = device
         self._timeout = timeout
         self._backend = backend
-        self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
+        self._registered: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
 
     def get(
         self, ranks: Sequence[int], tag: str = "", backend: str | None = None, *, is_link: bool = False
@@ -119,9 +119,9 @@ class Groups:
             RankMismatchError: on all ranks, when they do not agree on what to make.
         """
         wish = Wish(tuple(ranks), tag, backend, is_link)
-        if (wish.ranks, tag) not in self._made:
+        if (wish.ranks, tag) not in self._registered:
             self.make([wish])
-        return self._made[wish.ranks, tag]
+        return self._registered[wish.ranks, tag]
 
     def make(self, wishes: Iterable[Wish]) -> None:
         """Make groups together, for `get` to return; collective over the world.
@@ -132,11 +132,11 @@ class Groups:
         Raises:
             RankMismatchError: on all ranks, when they do not agree on what to make.
         """
-        new = [wish for wish in dict.fromkeys(wishes) if (wish.ranks, wish.tag) not in self._made]
+        new = [wish for wish in dict.fromkeys(wishes) if (wish.ranks, wish.tag) not in self._registered]
         for wish in new:
             ascend = list(wish.ranks) == sorted(set(wish.ranks))
             assert ascend, f"ranks of group {wish.tag!r} must ascend, got {list(wish.ranks)}"
-        self._agree([f"group {number}: {wish}" for number, wish in enumerate(new, len(self._made))])
+        self._agree([f"group {number}: {wish}" for number, wish in enumerate(new, len(self._registered))])
         split = [wish for wish in new if self._splits(wish)]
         for together in disjoint(split):
             self._split(together)
@@ -146,7 +146,7 @@ class Groups:
             backend = wish.backend or self._backend
             with _unbound() if backend == "gloo" else nullcontext():
                 group = dist.new_group(list(wish.ranks), self._timeout, backend, group_desc=wish.tag or None)
-            self._made[wish.ranks, wish.tag] = group if dist.get_rank() in wish.ranks else None
+            self._registered[wish.ranks, wish.tag] = group if dist.get_rank() in wish.ranks else None
 
     def _splits(self, wish: Wish) -> bool:
         """Whether a group is split from the default group's communicator: both are of NCCL alone, and that one lives.
@@ -161,18 +161,18 @@ class Groups:
 
     def _split(self, together: Sequence[Wish]) -> None:
         """Make groups that share no rank; collective over the world."""
-        own = next((wish for wish in together if dist.get_rank() in wish.ranks), None)
+        own_wish = next((wish for wish in together if dist.get_rank() in wish.ranks), None)
         options: Any = None
-        if own is not None and own.is_link:
+        if own_wish is not None and own_wish.is_link:
             options = dist.ProcessGroupNCCL.Options()
             options.config.max_ctas = _LINK_CTAS
         group = dist.split_group(
             split_ranks=[list(wish.ranks) for wish in together],
             timeout=self._timeout,
             pg_options=options,
-            group_desc=None if own is None else own.tag or None,
+            group_desc=None if own_wish is None else own_wish.tag or None,
         )
-        self._made |= {(wish.ranks, wish.tag): group if wish is own else None for wish in together}
+        self._registered |= {(wish.ranks, wish.tag): group if wish is own_wish else None for wish in together}
 
     def host(self, size: int) -> dist.ProcessGroup | None:
         """Return a group of all `size` ranks with messages in host memory; None where there is one rank.
@@ -195,14 +195,14 @@ class Groups:
             RankMismatchError: on all ranks, when some are still making groups, or plan otherwise.
         """
         digest = hashlib.blake2b(plan.encode(), digest_size=8).hexdigest()
-        self._agree([f"no more than {len(self._made)} groups" + (f" and the plan {digest}" if plan else "")])
+        self._agree([f"no more than {len(self._registered)} groups" + (f" and the plan {digest}" if plan else "")])
 
     def destroy(self) -> None:
         """Destroy the groups that this rank is in. No operation may be under way on them."""
-        for group in reversed(self._made.values()):
+        for group in reversed(self._registered.values()):
             if group is not None:
                 dist.destroy_process_group(group)
-        self._made.clear()
+        self._registered.clear()
 
     def _agree(self, plans: Sequence[str]) -> None:
         """Raise on all ranks unless all want the same next; collective."""
@@ -370,9 +370,9 @@ def make_groups(groups: Groups, plan: Plan, rank: int, *, trained: Iterable[str]
         RankMismatchError: on all ranks, when they plan otherwise.
     """
     groups.make(wanted_groups(plan, rank, is_ordered=is_ordered))
-    found = _run_groups(groups, plan, rank, is_ordered=is_ordered)
+    run_groups = _run_groups(groups, plan, rank, is_ordered=is_ordered)
     groups.verify(f"stages {plan.partition.stages}, trained {sorted(trained)}, sharded {sorted(plan.division.shards)}")
-    return found
+    return run_groups
 
 
 def wanted_groups(plan: Plan, rank: int = 0, *, is_ordered: bool = True) -> list[Wish]:
@@ -433,8 +433,8 @@ def _run_groups(groups: Groups | Wishes, plan: Plan, rank: int, *, is_ordered: b
 def _payload_groups(groups: Groups | Wishes, topology: Topology, rank: int, is_ordered: bool) -> PayloadGroups:
     world = range(topology.layout.size)
     if not is_ordered:
-        found = [groups.get(world, tag) for tag in ("ascending", "descending")]
-        return PayloadGroups(tuple(group for group in found if group is not None))
+        directions = [groups.get(world, tag) for tag in ("ascending", "descending")]
+        return PayloadGroups(tuple(group for group in directions if group is not None))
     links = dict[tuple[int, int], dist.ProcessGroup]()
     pairs = _pairs(topology)
     for tag, way in (
@@ -455,16 +455,16 @@ def _connected(pairs: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, ...], 
     more for each of its neighbours. All messages have one order (`schedule.issue_order`), so they cannot wait for each
     other in a circle within one communicator either.
     """
-    found = list[tuple[set[int], list[tuple[int, int]]]]()
+    components = list[tuple[set[int], list[tuple[int, int]]]]()
     for pair in pairs:
         ranks, held, others = set(pair), [pair], list[tuple[set[int], list[tuple[int, int]]]]()
-        for one in found:
-            if ranks.isdisjoint(one[0]):
-                others.append(one)
+        for component in components:
+            if ranks.isdisjoint(component[0]):
+                others.append(component)
             else:
-                ranks, held = ranks | one[0], one[1] + held
-        found = [*others, (ranks, held)]
-    return sorted((tuple(sorted(ranks)), sorted(held)) for ranks, held in found)
+                ranks, held = ranks | component[0], component[1] + held
+        components = [*others, (ranks, held)]
+    return sorted((tuple(sorted(ranks)), sorted(held)) for ranks, held in components)
 
 
 def _pairs(topology: Topology) -> list[tuple[int, int]]:
@@ -472,12 +472,12 @@ def _pairs(topology: Topology) -> list[tuple[int, int]]:
     layout = topology.layout
     longest = max(layout.sizes(name).dp for name in layout.modalities)  # after which instances take turns again
     places = product(range(layout.num_replicas), range(longest))
-    found = set[tuple[int, int]]()
+    pairs = set[tuple[int, int]]()
     for (source, target), place in product(topology.edges, [*places]):
         ends = topology.ranks_at(source, *place), topology.ranks_at(target, *place)
         for first, second in (ends, ends[::-1]):
-            found.update((first[i], second[j]) for i, j in pairs_of(first, second) if first[i] != second[j])
-    return sorted(found)
+            pairs.update((first[i], second[j]) for i, j in pairs_of(first, second) if first[i] != second[j])
+    return sorted(pairs)
 
 
 class _LayerGroups:
@@ -509,10 +509,10 @@ class _LayerGroups:
     def _add_tensor(self, modality: str, pp: int, dp: int, cp_size: int) -> None:
         for cp in range(cp_size):
             ranks = self._plan.layout.ranks_of(modality, pp=pp, dp=dp, cp=cp)
-            if (found := self._get(ranks)) is not None and self._rank in ranks:
+            if (group := self._get(ranks)) is not None and self._rank in ranks:
                 encoding = encoding_of(self._plan.modalities[modality], "tensor_parallel")
                 # modalities that share these ranks may say otherwise
-                self.tensor[modality] = found if encoding is None else encoding.group(found.group)
+                self.tensor[modality] = group if encoding is None else encoding.group(group.group)
             if (layers := self._plan.division.in_blocks.get(modality)) is not None:
                 self.lines.setdefault(modality, {}).update(layers.lines(ranks, self._groups.get))
 

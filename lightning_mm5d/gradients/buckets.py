@@ -230,9 +230,9 @@ class Piece(NamedTuple):
         """Take the sum as the gradient of `rows`."""
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter, dtype=gradient_dtype(self.parameter))
-        found = rows.of(self.parameter.grad)
-        for own, total in zip(found, flat.split([own.numel() for own in found]), strict=True):
-            own.copy_(total.view_as(own))
+        parts = rows.of(self.parameter.grad)
+        for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            part.copy_(total.view_as(part))
 
 
 Draw = Callable[[Sequence[Piece]], int]
@@ -363,9 +363,9 @@ class RowsBucket(Bucket):
 
     def take(self, total: Tensor, there: Container[int], rows: dict[int, Tensor]) -> None:
         parts = total.split([piece.numel for piece, _ in self._rows])
-        for (piece, own), part in zip(self._rows, parts, strict=True):
+        for (piece, piece_rows), part in zip(self._rows, parts, strict=True):
             if piece.number in there:
-                piece.write(own, part)
+                piece.write(piece_rows, part)
 
 
 class ScatteredBucket(Bucket):
@@ -390,12 +390,12 @@ class ScatteredBucket(Bucket):
     ) -> None:
         super().__init__(pieces, group, side=side, draw=draw)
         self._across = across
-        self._own = [(piece, piece.shared) for piece in pieces if piece.shared is not None]
-        self._numels = [[one.numel_at(place) for _, one in self._own] for place in range(group.size())]
+        self._shared_pieces = [(piece, piece.shared) for piece in pieces if piece.shared is not None]
+        self._numels = [[shared.numel_at(place) for _, shared in self._shared_pieces] for place in range(group.size())]
 
     def start(self) -> Sum:
         self.came = [piece.number for piece in self.pieces if piece.parameter.grad is not None]
-        if self._own[0][1].shows_rows:  # on all ranks: tokens came to the rows that this rank owns
+        if self._shared_pieces[0][1].shows_rows:  # on all ranks: tokens came to the rows that this rank owns
             return self._summed_rows()
         sent = self._packed()
         lengths = [sum(numels) for numels in self._numels]
@@ -408,17 +408,17 @@ class ScatteredBucket(Bucket):
 
     def _packed(self) -> Tensor:
         """What each rank of the block is sent, by rank and parameter; each gradient is freed when it is copied."""
-        first, count = self.pieces[0].parameter, len(self._own)
+        first, count = self.pieces[0].parameter, len(self._shared_pieces)
         sent = torch.empty(sum(map(sum, self._numels)), dtype=gradient_dtype(first), device=first.device)
         parts = sent.split([numel for numels in self._numels for numel in numels])
-        for index, (piece, shared) in enumerate(self._own):
+        for index, (piece, shared) in enumerate(self._shared_pieces):
             targets, gradient = parts[index::count], piece.parameter.grad
             piece.parameter.grad = None
             if gradient is None:
                 torch._foreach_zero_(targets)
                 continue
             rows = [shared.shard.rows(gradient, place) for place in range(len(targets))]
-            torch._foreach_copy_([target.view(own.shape) for target, own in zip(targets, rows, strict=True)], rows)
+            torch._foreach_copy_([target.view(part.shape) for target, part in zip(targets, rows, strict=True)], rows)
             if self._common is None:
                 torch._foreach_mul_(targets, piece.weight)
             self._side.reads(gradient)
@@ -426,7 +426,7 @@ class ScatteredBucket(Bucket):
 
     def _summed_rows(self) -> Sum:
         parts = list[Tensor]()
-        for piece, _ in self._own:
+        for piece, _ in self._shared_pieces:
             gradient, piece.parameter.grad = piece.parameter.grad, None
             if gradient is None:
                 gradient = torch.zeros_like(piece.parameter, dtype=gradient_dtype(piece.parameter))
@@ -436,8 +436,8 @@ class ScatteredBucket(Bucket):
         return _Scattered(_Own(torch.cat(parts)), _summing(self._across, self._encoding, self._draw(self.pieces)))
 
     def take(self, total: Tensor, there: Container[int], rows: dict[int, Tensor]) -> None:
-        parts = total.split([shared.numel_at(shared.shard.place) for _, shared in self._own])
-        for (piece, shared), part in zip(self._own, parts, strict=True):
+        parts = total.split([shared.numel_at(shared.shard.place) for _, shared in self._shared_pieces])
+        for (piece, shared), part in zip(self._shared_pieces, parts, strict=True):
             if piece.number in there:
                 rows[id(piece.parameter)] = part.view(shared.own.shape)
 
@@ -514,12 +514,12 @@ class _Scattered:
 
 def cut_into_buckets(pieces: Sequence[Piece], most_bytes: int, most: int) -> Iterator[list[Piece]]:
     """Yield `pieces` in lists of at most `most`, and of at most `most_bytes` where they have several."""
-    found, size = list[Piece](), 0
+    bucket, size = list[Piece](), 0
     for piece in pieces:
-        if found and (len(found) == most or size + piece.size > most_bytes):
-            yield found
-            found, size = [], 0
-        found.append(piece)
+        if bucket and (len(bucket) == most or size + piece.size > most_bytes):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(piece)
         size += piece.size
-    if found:
-        yield found
+    if bucket:
+        yield bucket

@@ -96,18 +96,18 @@ class ParameterHooks:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._from_start = any(_found(parameter) for parameter in module.parameters())
+        self._from_start = any(_hooks_of(parameter) for parameter in module.parameters())
 
     def exist(self) -> bool:
         """Return whether any parameter has hooks, also one of other ranks: the same on all ranks."""
         with plain():
-            return self._from_start or any(_found(parameter) for parameter in self._module.parameters())
+            return self._from_start or any(_hooks_of(parameter) for parameter in self._module.parameters())
 
 
 @contextmanager
 def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Enter around backwards that give parts of the gradients of `parameters`: none of their hooks is called."""
-    aside = [(hooks, dict(hooks)) for parameter in parameters for hooks in _found(parameter)]
+    aside = [(hooks, dict(hooks)) for parameter in parameters for hooks in _hooks_of(parameter)]
     for hooks, _ in aside:
         hooks.clear()
     try:
@@ -137,10 +137,10 @@ def called(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 def has_hooks(parameter: nn.Parameter) -> bool:
     """Whether a parameter has hooks of any kind on its gradient."""
-    return bool(_found(parameter))
+    return bool(_hooks_of(parameter))
 
 
-def _found(parameter: nn.Parameter) -> list[dict[int, Any]]:
+def _hooks_of(parameter: nn.Parameter) -> list[dict[int, Any]]:
     """The hooks of a parameter: one dict for each kind that it has."""
     return [hooks for kind in _KINDS if (hooks := private(parameter, kind))]
 
@@ -371,8 +371,8 @@ class Gradients:
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         """The gradient that this rank has, also while a shared parameter shows its full tensor."""
-        one = self.shared.get(parameter)
-        return parameter.grad if one is None or not one.is_whole else one.gradient
+        shared = self.shared.get(parameter)
+        return parameter.grad if shared is None or not shared.is_whole else shared.gradient
 
     def _counted_rows(self, parameter: Tensor) -> list[Tensor]:
         gradient = self._gradient(parameter)
@@ -429,9 +429,9 @@ def make_gradients(
 
 def _stages_of(plan: Plan, rank: int, parameters: Mapping[str, nn.Parameter]) -> dict[Hashable, Sequence[nn.Parameter]]:
     """The parameters that each stage of `rank` uses."""
-    found: dict[Hashable, list[nn.Parameter]] = {stage: [] for stage in plan.topology.stages_of(rank)}
+    by_stage: dict[Hashable, list[nn.Parameter]] = {stage: [] for stage in plan.topology.stages_of(rank)}
     for name, parameter in parameters.items():
         for stage in dict.fromkeys(plan.topology.stage_of[owner] for owner in plan.partition.owners.get(name, ())):
-            if stage in found:
-                found[stage].append(parameter)
-    return dict(found)
+            if stage in by_stage:
+                by_stage[stage].append(parameter)
+    return dict(by_stage)

@@ -129,9 +129,9 @@ class Presence:
         return [int.from_bytes(digest[:half], "big"), int.from_bytes(digest[half:], "big")]
 
     def _exchange(self, flags: bytearray) -> Present:
-        found = torch.tensor(list(flags), dtype=torch.uint8)
-        dist.all_reduce(found, dist.ReduceOp.MAX, self._group)
-        numbers = found.nonzero().flatten().tolist()
+        agreed = torch.tensor(list(flags), dtype=torch.uint8)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, self._group)
+        numbers = agreed.nonzero().flatten().tolist()
         there = frozenset(number for number in numbers if number < self._count)
         return Present(there, frozenset(number - self._count for number in numbers if number >= self._count))
 
@@ -207,12 +207,14 @@ class Reduction:
             if given[key] >= backwards:
                 self._is_final(key)
 
-        found = [one for one in parameters if one.requires_grad and id(one) in self._buckets.of]
-        nodes = [get_gradient_edge(one).node for one in found]  # they live as long as somebody holds them
+        trained = [
+            parameter for parameter in parameters if parameter.requires_grad and id(parameter) in self._buckets.of
+        ]
+        nodes = [get_gradient_edge(parameter).node for parameter in trained]  # they live as long as somebody holds them
         with ExitStack() as stack:
-            for one, node in zip(found, nodes, strict=True):
+            for parameter, node in zip(trained, nodes, strict=True):
                 # after the node has added to the gradient, and after hooks that are the user's
-                handle = node.register_hook(partial(gives, id(one)))
+                handle = node.register_hook(partial(gives, id(parameter)))
                 stack.callback(handle.remove)
             yield
 
@@ -226,13 +228,13 @@ class Reduction:
             backwards: how many run side by side in it.
         """
         self._ended.add(stage)
-        others = {id(p) for key, found in self._stages.items() if key not in self._ended for p in found}
-        own = [parameter for parameter in self._stages.get(stage, ()) if id(parameter) not in others]
-        wanted = own
+        others = {id(p) for key, of_stage in self._stages.items() if key not in self._ended for p in of_stage}
+        final = [parameter for parameter in self._stages.get(stage, ()) if id(parameter) not in others]
+        wanted = final
         if put_off is not None:
             due = {id(parameter) for parameter in put_off}
-            wanted = [parameter for parameter in own if id(parameter) in due]
-            for parameter in own:
+            wanted = [parameter for parameter in final if id(parameter) in due]
+            for parameter in final:
                 if id(parameter) not in due:
                     self._note_final(id(parameter))
         is_early, self._is_early = self._is_early, self._is_early and self._inside
@@ -240,7 +242,7 @@ class Reduction:
         with self.watched(wanted, backwards):
             yield
         self._is_early = is_early
-        for parameter in own:
+        for parameter in final:
             self._note_final(id(parameter))
         self._send_final()
 
@@ -276,9 +278,9 @@ class Reduction:
                 if any(piece.number in again for piece in bucket.pieces)
             }
             _continue(more.values())
-            totals = [one.wait() for one in started]
-            for number, one in more.items():
-                totals[number] += one.wait()
+            totals = [bucket_sum.wait() for bucket_sum in started]
+            for number, bucket_sum in more.items():
+                totals[number] += bucket_sum.wait()
         self._buckets.side.join(totals)
         for bucket, total in zip(buckets, totals, strict=True):
             bucket.take(total if factor == 1.0 else total.mul_(factor), there, rows)
@@ -310,16 +312,16 @@ class Reduction:
 
     def _under_way(self) -> list[Sum]:
         """Start second sums, in one order; return messages that hold copies of gradients and whose first sum lacks."""
-        for place, one in enumerate(self._started):
-            if not one.advance():  # others hold it up
+        for place, bucket_sum in enumerate(self._started):
+            if not bucket_sum.advance():  # others hold it up
                 return [later for later in self._started[place:] if later.copies]
         return []
 
 
 def _continue(started: Iterable[Sum]) -> None:
     """Start what comes after some sums."""
-    for one in started:
-        one.summed()
+    for bucket_sum in started:
+        bucket_sum.summed()
 
 
 _LAST, _LATE = 1.5, 2.0  # places of gradients that did not come, and of those that came again
@@ -385,13 +387,13 @@ class BucketOrder:
         self._unsent = set[int]()  # identities of parameters that were trained since the last sum
         self._trained: tuple[Any, ...] = ()
         self._places: dict[tuple[Any, ...], list[float]] = {}
-        self._made: dict[tuple[Any, ...], list[tuple[_Key, Bucket]]] = {}
+        self._bucketed: dict[tuple[Any, ...], list[tuple[_Key, Bucket]]] = {}
         self._sorted: dict[tuple[Any, ...], Buckets] = {}
 
     def flats(self) -> list[Flat]:
         """Return the memory to which backwards add the gradients of what is trained now, or was since the last sum."""
         self._update()
-        return [bucket.flat for _, bucket in self._made[self._trained] if bucket.flat is not None]
+        return [bucket.flat for _, bucket in self._bucketed[self._trained] if bucket.flat is not None]
 
     def sent(self) -> None:
         """Note that all gradients are summed: what is frozen by now has no part in the next sum."""
@@ -404,7 +406,7 @@ class BucketOrder:
             whole: whether parameters that are not shared are looked at too.
         """
         held = [piece.parameter for _, piece in self._pieces if whole or self._shared.get(piece.parameter) is not None]
-        return [one for one in held if id(one) not in self._unsent and one.grad is not None]
+        return [parameter for parameter in held if id(parameter) not in self._unsent and parameter.grad is not None]
 
     def _update(self) -> None:
         """Make the buckets of what is trained now, and free the memory of others.
@@ -412,15 +414,15 @@ class BucketOrder:
         What was frozen in the midst of an accumulation has a gradient of earlier batches to be summed.
         """
         with plain():
-            self._unsent.update(id(one) for one in self._everything if one.requires_grad)
-        trained = (len(self._shared.all), *[id(one) in self._unsent for one in self._everything])
+            self._unsent.update(id(parameter) for parameter in self._everything if parameter.requires_grad)
+        trained = (len(self._shared.all), *[id(parameter) in self._unsent for parameter in self._everything])
         if trained != self._trained:
-            for _, bucket in self._made.get(self._trained, ()):
+            for _, bucket in self._bucketed.get(self._trained, ()):
                 if bucket.flat is not None:
                     bucket.flat.release()
             self._trained = trained
-        if trained not in self._made:
-            self._made[trained] = list(self._make())
+        if trained not in self._bucketed:
+            self._bucketed[trained] = list(self._make())
 
     def buckets(self, *, whole: bool, rows: bool) -> Buckets:
         """Return the buckets of what is trained now.
@@ -432,8 +434,8 @@ class BucketOrder:
         self._update()
         key = (whole, rows, self._trained)
         if key not in self._sorted:
-            made = self._made[self._trained]
-            self._sorted[key] = self._sort([one for one in made if (rows if one[0].across else whole)])
+            keyed = self._bucketed[self._trained]
+            self._sorted[key] = self._sort([pair for pair in keyed if (rows if pair[0].across else whole)])
         return self._sorted[key]
 
     def learn(self, final: Iterable[int], repeated: Iterable[int]) -> None:
@@ -446,17 +448,17 @@ class BucketOrder:
         if self._trained in self._places:
             return
         numbers = {id(piece.parameter): piece.number for _, piece in self._pieces if piece.parameter.requires_grad}
-        came = [numbers[one] for one in final if one in numbers]
+        came = [numbers[identity] for identity in final if identity in numbers]
         places = torch.zeros(self._count)
         places[list(numbers.values())] = _LAST
         places[came] = torch.linspace(0.0, 1.0, len(came))
         places[list(repeated)] = _LATE
         self._places[self._trained] = self._presence.latest(places)
-        self._sorted = {key: found for key, found in self._sorted.items() if key[-1] != self._trained}
+        self._sorted = {key: buckets for key, buckets in self._sorted.items() if key[-1] != self._trained}
 
     def _make(self) -> Iterator[tuple[_Key, Bucket]]:
         """Cut what is trained now into buckets: what they hold never changes."""
-        found: dict[_Key, list[Piece]] = {}
+        by_key: dict[_Key, list[Piece]] = {}
         for ranks, piece in self._pieces:
             parameter, shared = piece.parameter, self._shared.get(piece.parameter)
             if id(parameter) not in self._unsent:
@@ -471,8 +473,8 @@ class BucketOrder:
                 encoding is not None and is_apart,
                 shared is not None and shared.shard.of_experts,
             )
-            found.setdefault(key, []).append(piece._replace(shared=shared))
-        for key, held in found.items():
+            by_key.setdefault(key, []).append(piece._replace(shared=shared))
+        for key, held in by_key.items():
             held.sort(key=lambda piece: -piece.number)
             late = [piece for piece in held if self._waits(piece)]
             early = [piece for piece in held if not self._waits(piece)]
@@ -480,26 +482,26 @@ class BucketOrder:
             most_bytes = grown_bytes(self._bucket_bytes, len(key.ranks))
             for cut in cut_into_buckets(early, most_bytes, quarter):
                 yield key, self._bucket(key, cut)
-            for parts in ([one for one in late if one.rows is None], [one for one in late if one.rows is not None]):
+            for parts in ([p for p in late if p.rows is None], [p for p in late if p.rows is not None]):
                 for cut in cut_into_buckets(parts, most_bytes, len(parts)):
                     yield key, self._bucket(key, cut)
 
     def _waits(self, piece: Piece) -> bool:
         return piece.rows is not None or piece.number in self._late
 
-    def _sort(self, made: Sequence[tuple[_Key, Bucket]]) -> Buckets:
+    def _sort(self, keyed: Sequence[tuple[_Key, Bucket]]) -> Buckets:
         places = self._places.get(self._trained)
 
         def place(piece: Piece) -> tuple[float, int]:
             return 0.0 if places is None else places[piece.number], -piece.number
 
-        def when(one: tuple[_Key, Bucket]) -> tuple[bool, tuple[float, int], _Key]:
-            key, bucket = one
+        def when(pair: tuple[_Key, Bucket]) -> tuple[bool, tuple[float, int], _Key]:
+            key, bucket = pair
             latest = max(map(place, bucket.pieces))
             return self._waits(bucket.pieces[0]) or latest[0] >= _LATE, latest, key
 
-        ordered = sorted(made, key=when)
-        return Buckets([bucket for _, bucket in ordered], sum(not when(one)[0] for one in ordered), self._side)
+        ordered = sorted(keyed, key=when)
+        return Buckets([bucket for _, bucket in ordered], sum(not when(pair)[0] for pair in ordered), self._side)
 
     def _bucket(self, key: _Key, pieces: Sequence[Piece]) -> Bucket:
         group = self._groups[key.ranks]

@@ -158,9 +158,9 @@ class Monitor:
                 self.board.wait(lambda: self.cause, INTERVAL_S)
             else:
                 time.sleep(INTERVAL_S / 5)
-            found = self._losses.find(self.board, patient=False)
-            if found is not None:
-                self._blame(found)
+            cause = self._losses.find(self.board, patient=False)
+            if cause is not None:
+                self._blame(cause)
         return self.cause
 
     def blame(self, kind: str, line: str) -> bool:
@@ -271,8 +271,8 @@ class Monitor:
         }
 
     def _judge(self, look: stack.Look, waited: float, now: float) -> None:
-        found = self._losses.find(self.board, patient=True) if waited > READS_AFTER_S or self.board is None else None
-        if found is None and waited > STUCK_S and self.board is not None and self._all_heard(now):
+        cause = self._losses.find(self.board, patient=True) if waited > READS_AFTER_S or self.board is None else None
+        if cause is None and waited > STUCK_S and self.board is not None and self._all_heard(now):
             line = verdict.deadlock(self.board.entries, STUCK_S)
             key, since = self._suspect
             if line is None:
@@ -280,11 +280,11 @@ class Monitor:
             elif key != line:
                 self._suspect = (line, now)
             elif now - since >= 2 * INTERVAL_S:
-                found = {"kind": "mismatch", "rank": None, "line": line, "patience": 0.5}
-        if found is None and look.wait is not None and waited > READS_AFTER_S:
-            found = self._overdue(look.wait, waited, now)
-        if found is not None:
-            self._blame(found)
+                cause = {"kind": "mismatch", "rank": None, "line": line, "patience": 0.5}
+        if cause is None and look.wait is not None and waited > READS_AFTER_S:
+            cause = self._overdue(look.wait, waited, now)
+        if cause is not None:
+            self._blame(cause)
 
     def _blame(self, cause: Entry) -> None:
         if self.board is None or self.board.error is not None or time.monotonic() - self.board.synced > STOPPED_S:
@@ -404,8 +404,8 @@ class Monitor:
 def one_line(error: BaseException) -> str:
     """Return the type of an error and the first line of its text; of a dataloader's worker those of its own error."""
     _, _, original = str(error).partition("Original Traceback (most recent call last):\n")
-    if found := next((line for line in original.splitlines() if line and not line[0].isspace()), ""):
-        return found[:500]
+    if first_line := next((line for line in original.splitlines() if line and not line[0].isspace()), ""):
+        return first_line[:500]
     text = str(error).strip().partition("\n")[0][:500]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

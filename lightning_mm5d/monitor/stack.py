@@ -173,12 +173,12 @@ class Looker:
         """
         stacks = _stacks()
         threads = dict.fromkeys((thread if computing is None else computing, thread))
-        calls = [call for one in threads for call in stacks.get(one, ())]
-        place, found = _place(calls), self._waiting(calls)
-        if found is None:
+        calls = [call for identifier in threads for call in stacks.get(identifier, ())]
+        place, waiting = _place(calls), self._waiting(calls)
+        if waiting is None:
             self._before = None, 0.0
             return Look(place, None)
-        index, operation = found
+        index, operation = waiting
         function = calls[index].file, calls[index].function
         seen = position, function, tuple(calls[index + 1 :])
         if self._before[0] != seen:
@@ -193,14 +193,14 @@ class Looker:
         for index, call in enumerate(calls[:_NEAR]):
             if (name := self._blocking.get((call.file, call.function))) is not None:
                 return index, name
-        found = None
+        outer = None
         for index, call in enumerate(calls):
             if call.file.startswith(_DISTRIBUTED):
-                found = index if call.function != "wrapper" else found
+                outer = index if call.function != "wrapper" else outer
             elif not call.file.startswith((_IN_FRONT, *_STDLIB)) and "_contextlib" not in call.file:
                 break
-        if found is not None:
-            return found, ""
+        if outer is not None:
+            return outer, ""
         for index, call in enumerate(calls[:2]):
             if call.function == "synchronize" and call.file.startswith(_CUDA):
                 return index, "synchronize"  # which may wait for other ranks

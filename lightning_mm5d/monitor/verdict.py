@@ -70,7 +70,7 @@ def deadlock(entries: Entries, seconds: float) -> str | None:
         advice = (
             "All ranks must run equal numbers of batches: give their dataloaders equal lengths, or limit_train_batches"
         )
-    elif callers := _alone(running):
+    elif callers := _lone_callers(running):
         call = running[callers[0]]["call"]
         told = f"{told}. Only {named(callers)} called {call}"
         advice = f"All ranks must call it: take {call} out of `if trainer.is_global_zero` and the like"
@@ -145,7 +145,7 @@ def _are_apart(entries: Entries) -> bool:
     )
 
 
-def _alone(running: Entries) -> list[int]:
+def _lone_callers(running: Entries) -> list[int]:
     """Return the ranks that wait in a call of the user's own which others do not make; empty where all make one."""
     calls = {rank: (entry["call"], entry["where"]) for rank, entry in running.items() if entry.get("call")}
     if len(calls) == len(running):

@@ -74,7 +74,7 @@ def build(
         return Pipeline(graph, forward_only=True).play(Rules()).schedule
     if schedule in _RULES:
         return Pipeline(graph).best(_RULES[schedule](graph)).schedule
-    builders = {name: builder for one in parts("schedules") for name, builder in one.BUILDERS.items()}
+    builders = {name: builder for module in parts("schedules") for name, builder in module.BUILDERS.items()}
     return builders[schedule](graph, max_activations)
 
 

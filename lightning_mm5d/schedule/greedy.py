@@ -371,7 +371,7 @@ def in_flight_limits(graph: Graph, *, joined: bool = False) -> dict[StageKey, in
 
 def _is_apart(graph: Graph, stage: StageKey, other: StageKey) -> bool:
     """Whether two stages are of different modalities, or any of their instances on different ranks."""
-    ranks = [{node.replica: node.rank for node in graph.instances(one)} for one in (stage, other)]
+    ranks = [{node.replica: node.rank for node in graph.instances(key)} for key in (stage, other)]
     return stage.modality != other.modality or ranks[0] != ranks[1]
 
 
@@ -395,23 +395,23 @@ def interleaved(graph: Graph) -> list[Rules]:
 
 def chunks(graph: Graph, rank: int) -> list[list[StageKey]]:
     """Return for each modality its stages on ``rank`` that run backwards, in the order of the pipeline."""
-    found: dict[str, list[StageKey]] = {}
+    by_modality: dict[str, list[StageKey]] = {}
     for stage in graph.stages_of(rank):
         if graph.has_backward(stage):
-            found.setdefault(stage.modality, []).append(stage)
-    return list(found.values())
+            by_modality.setdefault(stage.modality, []).append(stage)
+    return list(by_modality.values())
 
 
 def turns(graph: Graph) -> dict[StageKey, int]:
     """Return P, the pipeline ranks of its modality, for each stage that shares its rank with others of its modality."""
     depths = Counter(stage.modality for stage in graph.stages)
-    found: dict[StageKey, int] = {}
+    by_stage: dict[StageKey, int] = {}
     for rank in graph.ranks:
-        for mine in chunks(graph, rank):
-            if len(mine) > 1:
-                turn = math.ceil(depths[mine[0].modality] / len(mine))
-                found |= {stage: max(turn, found.get(stage, 1)) for stage in mine}
-    return found
+        for stages in chunks(graph, rank):
+            if len(stages) > 1:
+                turn = math.ceil(depths[stages[0].modality] / len(stages))
+                by_stage |= {stage: max(turn, by_stage.get(stage, 1)) for stage in stages}
+    return by_stage
 
 
 def warm_up(graph: Graph, rank: int) -> int:
@@ -450,9 +450,9 @@ def held_limits(graph: Graph) -> dict[int, int]:
     or `warm_up`, where that is more.
     """
     depth = 1 + max((graph.distance_to_end(stage) for stage in graph.stages), default=0)
-    found = {}
+    limits = {}
     for rank in graph.ranks:
-        firsts = [mine[0] for mine in chunks(graph, rank)]
+        firsts = [stages[0] for stages in chunks(graph, rank)]
         deep = max((per_instance(graph, stage, depth) for stage in firsts), default=0)
-        found[rank] = max(deep, warm_up(graph, rank))
-    return found
+        limits[rank] = max(deep, warm_up(graph, rank))
+    return limits

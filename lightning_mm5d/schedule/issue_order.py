@@ -77,8 +77,8 @@ def can_meet(
     """
     left: dict[Action, int] = {}
     for listed in actions.values():
-        for one in listed:
-            left[one.provides] = left.get(one.provides, 0) + 1
+        for planned in listed:
+            left[planned.provides] = left.get(planned.provides, 0) + 1
     position = dict.fromkeys(actions, 0)
 
     def ready(rank: int) -> Action | None:
@@ -94,10 +94,10 @@ def can_meet(
             while (action := ready(rank)) is not None:
                 kind = action.stage, action.kind
                 others = [(other, ready(other)) for other in meets(rank, action) or (rank,)]
-                found = [(other, one) for other, one in others if one is not None and (one.stage, one.kind) == kind]
-                if len(found) < len(others):
+                come = [(other, met) for other, met in others if met is not None and (met.stage, met.kind) == kind]
+                if len(come) < len(others):
                     break
-                for other, met in found:
+                for other, met in come:
                     position[other] += 1
                     left[met.provides] -= 1
                 moves = True
@@ -219,15 +219,15 @@ class _Run:
 
     def stuck(self) -> list[str]:
         """What the ranks that have not come to their end wait for, with what their streams run."""
-        found = []
+        waits = []
         for number, (rank, steps) in enumerate(self._threads):
             if self._position[number] < len(steps):
                 operation = steps[self._position[number]].operation
                 running = self._streams[rank, self._model(operation)]
                 first = _text(running[0].name) if running else "nothing"
                 ahead = "" if first == _text(operation.name) else f", and its device for {first}"
-                found.append(f"rank {rank} waits for {_text(operation.name)}{ahead}")
-        return found
+                waits.append(f"rank {rank} waits for {_text(operation.name)}{ahead}")
+        return waits
 
     def _advance(self, number: int) -> None:
         rank, steps = self._threads[number]
@@ -420,14 +420,14 @@ class IssueOrder:
             gradients = action.kind is not Kind.F
             before, members = count, [action.microbatch] if grouping is None else grouping.members(action.microbatch)
             for member in members:
-                one = Action(action.kind, action.stage, member)
-                self._before[one] = before
-                self._sent[one] = tuple(
-                    Message(place, one.stage, target, member, gradients)
-                    for place, target in enumerate(_targets(one, graph), start=count)
+                member_action = Action(action.kind, action.stage, member)
+                self._before[member_action] = before
+                self._sent[member_action] = tuple(
+                    Message(place, member_action.stage, target, member, gradients)
+                    for place, target in enumerate(_targets(member_action, graph), start=count)
                 )
-                count += len(self._sent[one])
-                for message in self._sent[one]:
+                count += len(self._sent[member_action])
+                for message in self._sent[member_action]:
                     self._arriving[message.target, self._first(member), gradients].append(message)
 
     def turns(self, actions: Iterable[Action]) -> list[Turn]:
@@ -437,10 +437,10 @@ class IssueOrder:
             actions: of the rank, in the order of the schedule. Actions may be left out together with those of the same
                 microbatch on other ranks.
         """
-        found = list(actions)
-        due = deque(sorted(message for action in found for message in self.needed(action)))
+        ordered = list(actions)
+        due = deque(sorted(message for action in ordered for message in self.needed(action)))
         turns, held = [], list[Message]()  # messages of a group, which leave together
-        for action in found:
+        for action in ordered:
             receives = []
             while due and due[0].place < self._before[action]:
                 receives.append(due.popleft())
@@ -487,7 +487,7 @@ def total_order(schedule: Schedule, graph: Graph) -> list[Action]:
             start, number = max(start, arrival), max(number, count)
         end = free[rank] = ends[action.provides] = start + cost(action, graph), number + 1
         order.append((*end, action.stage, action.microbatch, action.kind.value, action))
-    return [action for *_, action in sorted(order, key=lambda one: one[:-1])]
+    return [action for *_, action in sorted(order, key=lambda row: row[:-1])]
 
 
 def _targets(action: Action, graph: Graph) -> tuple[StageKey, ...]:

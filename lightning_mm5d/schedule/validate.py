@@ -335,15 +335,15 @@ def simulate(
 
 def measured(spans: Iterable[Span]) -> Simulation:
     """Return the timeline of measured spans, shifted to start at 0; time between spans counts as idle."""
-    found = sorted(spans, key=lambda span: (span.rank, span.start))
-    first = min((span.start for span in found), default=0.0)
-    found = [replace(span, start=span.start - first, end=span.end - first) for span in found]
-    schedule: Schedule = {span.rank: [] for span in found}
+    ordered = sorted(spans, key=lambda span: (span.rank, span.start))
+    first = min((span.start for span in ordered), default=0.0)
+    ordered = [replace(span, start=span.start - first, end=span.end - first) for span in ordered]
+    schedule: Schedule = {span.rank: [] for span in ordered}
     busy = dict.fromkeys(schedule, 0.0)
-    for span in found:
+    for span in ordered:
         schedule[span.rank].append(span.action)
         busy[span.rank] += span.end - span.start
-    return _summary(found, schedule, busy)
+    return _summary(ordered, schedule, busy)
 
 
 def _summary(spans: Iterable[Span], schedule: Schedule, busy: dict[int, float]) -> Simulation:

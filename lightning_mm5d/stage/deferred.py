@@ -98,7 +98,7 @@ class Deferred:
     def keep(self, pack: Callable[[Tensor], Callable[[], Tensor]]) -> None:
         """Hold what `pack` returns for each tensor, which gives the tensor when it is called, instead of the tensor."""
         for _, terms in self._due.values():
-            terms[:] = [_Term(pack(_tensor(one.left)), pack(_tensor(one.right)), one.place) for one in terms]
+            terms[:] = [_Term(pack(_tensor(term.left)), pack(_tensor(term.right)), term.place) for term in terms]
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -152,15 +152,15 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wants_input, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         x, weight = x.to(gradient.dtype), weight.to(gradient.dtype)  # autocast ran the forward in the gradient's dtype
-        own = None
+        wgrad = None
         if ctx.due.is_open and not torch.is_grad_enabled():
             # a copy: a parameter may have taken the same memory for its gradient, and later microbatches add to that
             rows = gradient.clone()
             ctx.due.add(ctx.weight, *((x, rows) if ctx.is_conv else (rows, x)))
         elif wants_weight:
-            own = (x.t() @ gradient if ctx.is_conv else gradient.t() @ x).to(ctx.weight.dtype)
-        below = gradient @ (weight.t() if ctx.is_conv else weight) if wants_input else None
-        return below, own, gradient.sum(0) if wants_bias else None, None, None
+            wgrad = (x.t() @ gradient if ctx.is_conv else gradient.t() @ x).to(ctx.weight.dtype)
+        dgrad = gradient @ (weight.t() if ctx.is_conv else weight) if wants_input else None
+        return dgrad, wgrad, gradient.sum(0) if wants_bias else None, None, None
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -276,12 +276,12 @@ def _parameter_of(weight: Any) -> nn.Parameter | None:
     """Return the parameter that `weight` is a view of, where its gradient can be put off."""
     if not isinstance(weight, Tensor):
         return None
-    found = weight if isinstance(weight, nn.Parameter) else private(weight, "_base")
-    if not isinstance(found, nn.Parameter) or not found.requires_grad or not weight.requires_grad or has_hooks(found):
+    owner = weight if isinstance(weight, nn.Parameter) else private(weight, "_base")
+    if not isinstance(owner, nn.Parameter) or not owner.requires_grad or not weight.requires_grad or has_hooks(owner):
         return None
     overlaps = any(stride == 0 and size > 1 for size, stride in zip(weight.shape, weight.stride(), strict=True))
-    is_same = weight.dtype == found.dtype and not found.is_complex()
-    return found if found.is_contiguous() and is_same and not overlaps and type(found) is nn.Parameter else None
+    is_same = weight.dtype == owner.dtype and not owner.is_complex()
+    return owner if owner.is_contiguous() and is_same and not overlaps and type(owner) is nn.Parameter else None
 
 
 def _computed(product: _Product, due: Deferred) -> Tensor:
@@ -314,16 +314,16 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, view = ctx.saved_tensors
         wants_rows, wants_view, wants_bias, *_ = ctx.needs_input_grad
-        offsets, own, below = ctx.place.offsets, None, None
+        offsets, wgrad, dgrad = ctx.place.offsets, None, None
         rows, view = rows.to(gradient.dtype), view.to(gradient.dtype)  # autocast ran the forward in this dtype
         if ctx.due.is_open and not torch.is_grad_enabled():
             # a copy: a parameter may have taken the same memory for its gradient, and later microbatches add to that
             ctx.due.add(ctx.parameter, rows, gradient.clone(), ctx.place)
         elif wants_view:
             left = rows.transpose(-2, -1)
-            own = left @ gradient if offsets is None else F.grouped_mm(left, gradient, offs=offsets)
-            own = own.to(ctx.parameter.dtype)
+            wgrad = left @ gradient if offsets is None else F.grouped_mm(left, gradient, offs=offsets)
+            wgrad = wgrad.to(ctx.parameter.dtype)
         if wants_rows:
             across = view.transpose(-2, -1)
-            below = gradient @ across if offsets is None else F.grouped_mm(gradient, across, offs=offsets)
-        return below, own, gradient.sum(0) if wants_bias else None, None, None, None
+            dgrad = gradient @ across if offsets is None else F.grouped_mm(gradient, across, offs=offsets)
+        return dgrad, wgrad, gradient.sum(0) if wants_bias else None, None, None, None

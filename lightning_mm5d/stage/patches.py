@@ -55,7 +55,9 @@ class TorchEncoders(Removable):
             if isinstance(module, nn.TransformerEncoder) and type(module).forward is nn.TransformerEncoder.forward:
                 if module.use_nested_tensor:
                     self.put_forward(module, _padded)
-            elif isinstance(module, nn.TransformerEncoderLayer) and any(one.startswith(f"{path}.") for one in sharded):
+            elif isinstance(module, nn.TransformerEncoderLayer) and any(
+                name.startswith(f"{path}.") for name in sharded
+            ):
                 self.put_attribute(module, "activation_relu_or_gelu", 0)  # the fused kernel knows no other activations
 
 
@@ -87,8 +89,8 @@ def _would_nest(module: Any, src: Tensor, mask: Tensor | None, padding: Tensor |
         return False
     if torch.is_grad_enabled() and (src.requires_grad or any(p.requires_grad for p in first.parameters())):
         return False
-    kept = padding.logical_not() if padding.dtype is torch.bool else padding == 0
-    is_aligned = not bool((kept[:, 1:] & ~kept[:, :-1]).any())
+    valid = padding.logical_not() if padding.dtype is torch.bool else padding == 0
+    is_aligned = not bool((valid[:, 1:] & ~valid[:, :-1]).any())
     return is_aligned or not getattr(module, "mask_check", True)
 
 
@@ -129,13 +131,13 @@ class Patches(Removable):
         if runtime.tensor is not None:
             runtime.tensor.linear, runtime.tensor.puts_off = self._linear, self._due
         held, compiled = frozenset().union(*runtime.stages.values()), list[str]()
-        found = list[nn.Module]()
+        linears = list[nn.Module]()
         for path, module in runtime.root.named_modules():
             if is_compiled(module):
                 compiled.append(path)
-            if is_linear(module) and f"{path}.weight" in held and not any(is_in(path, one) for one in compiled):
-                found.append(module)
-        self._patch_linears_of(found)
+            if is_linear(module) and f"{path}.weight" in held and not any(is_in(path, outer) for outer in compiled):
+                linears.append(module)
+        self._patch_linears_of(linears)
 
     def _patch_experts(self) -> None:
         held = frozenset().union(*self._runtime.stages.values())
@@ -167,7 +169,7 @@ class Patches(Removable):
             cuts = [stage.cuts.get(name) for stage in self._runtime.stages]
             if not all(cut is not None and cut.last - cut.first == len(layers) for cut in cuts):
                 for layer in dict.fromkeys(layers):
-                    self._patch_layer(layer, name, [index for index, one in enumerate(layers) if one is layer])
+                    self._patch_layer(layer, name, [index for index, listed in enumerate(layers) if listed is layer])
                 self._watch_parents(self._runtime.partition.layers[name] or "", name)
 
     def _watch_parents(self, layers: str, modality: str) -> None:
@@ -194,15 +196,15 @@ class Patches(Removable):
         patched = {module for layers in runtime.lists.values() for layer in layers for module in layer.modules()}
         patched |= {root.get_submodule(cut.path) for e in runtime.partition.encoders.values() for cut in e.boundaries}
         for path, module in root.named_modules():
-            own = [name for name, _ in module.named_parameters(path)]
+            names = [name for name, _ in module.named_parameters(path)]
             # a list with code of its own, of experts say, calls its members by what it computes
             picks = isinstance(module, LISTS) and type(module).forward is not nn.Module.forward
             picks = picks and patched.isdisjoint(module.children())
-            leaf = picks or len(own) == sum(1 for _ in module.parameters(recurse=False))
-            remote = frozenset(stage.name for stage, held in runtime.stages.items() if not held.intersection(own))
-            if own and leaf and remote and module not in patched and module is not root:
+            leaf = picks or len(names) == sum(1 for _ in module.parameters(recurse=False))
+            remote = frozenset(stage.name for stage, held in runtime.stages.items() if not held.intersection(names))
+            if names and leaf and remote and module not in patched and module is not root:
                 patched.update(module.modules() if picks else ())
-                self._patch_leaf(module, path, remote, own)
+                self._patch_leaf(module, path, remote, names)
 
     def _patch_boundary(self, module: nn.Module, method: str, name: str, modality: str) -> None:
         if method == "forward" and is_compiled_in_place(module):
@@ -259,11 +261,11 @@ class Patches(Removable):
             self.put_forward(module, forward)
 
     def _patch_experts_of(self, module: nn.Module) -> None:
-        own = vars(module).get("forward")
+        instance_forward = vars(module).get("forward")
 
         @torch.compiler.disable
         def forward(experts: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            original = MethodType(type(experts).forward, experts) if own is None else own
+            original = MethodType(type(experts).forward, experts) if instance_forward is None else instance_forward
             run = self._runtime.active
             with nullcontext() if run is None or run.deferred is None else DeferredProducts(run.deferred):
                 return original(*args, **kwargs)
@@ -338,7 +340,7 @@ class Patches(Removable):
 def _shown(value: Any, sent: Any) -> Any:
     """Return an argument of a remote layer for the user's hooks on it: what they do to it must not act on `sent`."""
     if type(value) is tuple:
-        return tuple(_shown(one, sent) for one in value)
+        return tuple(_shown(element, sent) for element in value)
     if not isinstance(value, Tensor):
         return value
     if value is sent and not isinstance(value, Sharded):

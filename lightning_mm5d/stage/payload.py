@@ -69,8 +69,8 @@ class NotSent:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        values = [one for arg in args for one in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-        return next(one for one in (*values, *(kwargs or {}).values()) if isinstance(one, cls)).values
+        values = [value for arg in args for value in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        return next(value for value in (*values, *(kwargs or {}).values()) if isinstance(value, cls)).values
 
     def __float__(self) -> float:
         return float(self.value)
@@ -320,12 +320,12 @@ def _class_name(value: Any) -> str:
 
 def _find_class(name: str) -> type:
     module, _, qualname = name.partition(":")
-    found: Any = sys.modules[module]
+    attribute: Any = sys.modules[module]
     for part in qualname.split("."):
-        found = getattr(found, part)
-    if not (isinstance(found, type) and (is_dataclass(found) or issubclass(found, tuple))):
+        attribute = getattr(attribute, part)
+    if not (isinstance(attribute, type) and (is_dataclass(attribute) or issubclass(attribute, tuple))):
         raise ValueError(f"{name} is no class that may cross from one stage to another")
-    return found
+    return attribute
 
 
 def detached(tree: Any) -> Any:

@@ -72,8 +72,8 @@ def drop_parameters(root: nn.Module, names: Iterable[str], device: torch.device,
         parameter = module._parameters[attribute]
         assert parameter is not None
         if id(parameter) not in replaced:
-            made = _without_memory(parameter, Origin(name, guard), device)
-            replaced |= {id(parameter): made, id(made): made}
+            remote_parameter = _without_memory(parameter, Origin(name, guard), device)
+            replaced |= {id(parameter): remote_parameter, id(remote_parameter): remote_parameter}
             alive.append(parameter)
         module._parameters[attribute] = replaced[id(parameter)]
 
@@ -211,7 +211,7 @@ class ShapeMemory:
     def _computed(
         self, module: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any], fill: float = math.nan
     ) -> Any:
-        device = next((one.device for one in module.parameters()), CPU)
+        device = next((parameter.device for parameter in module.parameters()), CPU)
         eager = torch.compiler.set_stance("force_eager")
         quiet = unhooked(module)
         copied = copied_buffers(module)
@@ -226,14 +226,14 @@ def copied_buffers(module: nn.Module) -> Iterator[None]:
 
     Values that are put back would change buffers for autograd, too, where this rank has computed with them.
     """
-    kept = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+    saved = [(part._buffers, dict(part._buffers)) for part in module.modules()]
     copies = {id(buffer): buffer.clone() for buffer in module.buffers()}
-    for buffers, before in kept:
+    for buffers, before in saved:
         buffers.update((name, copies[id(buffer)]) for name, buffer in before.items() if buffer is not None)
     try:
         yield
     finally:
-        for buffers, before in kept:
+        for buffers, before in saved:
             buffers.update(before)
 
 
@@ -308,7 +308,7 @@ class LayerResults:
         self._kinds: dict[int, Kind] = {}
         self._by_structure: dict[Any, Kind] = {}
 
-    def of(self, layer: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any], found: StandIn) -> Any:
+    def of(self, layer: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any], stand_in: StandIn) -> Any:
         """Return the stand-in for ``original(*args, **kwargs)``, the forward of `layer`.
 
         Args:
@@ -316,25 +316,25 @@ class LayerResults:
             original: its own forward.
             args: of the call.
             kwargs: of the call.
-            found: its hidden state.
+            stand_in: its hidden state.
         """
         kind = self._kinds.get(id(layer))
         if kind is None:
             key = _structure(layer)
             if key not in self._by_structure:
-                self._by_structure[key] = self._probe(layer, original, args, kwargs, found.hidden)
+                self._by_structure[key] = self._probe(layer, original, args, kwargs, stand_in.hidden)
             kind = self._kinds[id(layer)] = self._by_structure[key]
-        origin = Origin(found.origin, self._guard)
+        origin = Origin(stand_in.origin, self._guard)
         if kind == "other":
-            if found.received == "result":
-                return found.hidden
+            if stand_in.received == "result":
+                return stand_in.hidden
             with self._quiet():
                 result = self._shapes.placeholder(layer, origin, original, args, kwargs)
-            result = map_tensors(result, lambda tensor: _stand_in(tensor, origin, found.is_later))
-            if found.received == "first" and isinstance(result, list | tuple):
-                return type(result)([found.hidden, *result[1:]])
+            result = map_tensors(result, lambda tensor: _stand_in(tensor, origin, stand_in.is_later))
+            if stand_in.received == "first" and isinstance(result, list | tuple):
+                return type(result)([stand_in.hidden, *result[1:]])
             return result
-        hidden = found.hidden if found.received else _stand_in(found.hidden, origin, found.is_later)
+        hidden = stand_in.hidden if stand_in.received else _stand_in(stand_in.hidden, origin, stand_in.is_later)
         return hidden if kind == "tensor" else (hidden, *[None] * (int(kind) - 1))
 
     def _probe(self, layer: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any], hidden: Any) -> Kind:
@@ -380,14 +380,14 @@ def _stand_in(hidden: Tensor, origin: Origin, later: bool) -> Tensor:
     """
     if isinstance(hidden, Sharded) and hidden.travels_local:
         local = _stand_in(hidden.local, origin, later)
-        found: Tensor = from_local(local, hidden.sharded_dim, hidden.lengths, hidden.group)
+        stand_in: Tensor = from_local(local, hidden.sharded_dim, hidden.lengths, hidden.group)
     elif isinstance(hidden, RemoteValue):
-        found = marked(hidden, origin, exact=False)
+        stand_in = marked(hidden, origin, exact=False)
     else:
         real = hidden.is_floating_point() or hidden.is_complex()
         filler = torch.full((), float("nan") if real else 0, dtype=hidden.dtype, device=hidden.device)
         filler.requires_grad_(real and torch.is_grad_enabled())
         mark_stand_in(filler, later=later)
-        found = marked(filler.expand(hidden.shape).clone(), origin)
-    mark_stand_in(found, later=later)
-    return found
+        stand_in = marked(filler.expand(hidden.shape).clone(), origin)
+    mark_stand_in(stand_in, later=later)
+    return stand_in

@@ -153,7 +153,7 @@ class Run:
         self._entered: dict[str, int] = {}
         self._passes: dict[str, Pass] = {}
         self._results: dict[str, Any] = {}
-        self._known_skips, self._found = runtime.skip_inputs.get(self._structure), set[tuple[str, int, Path]]()
+        self._known_skips, self._new_skips = runtime.skip_inputs.get(self._structure), set[tuple[str, int, Path]]()
         self.is_traced = self._known_skips is None and any(
             cut.last < runtime.num_layers(modality) for modality, cut in stage.cuts.items()
         )
@@ -183,11 +183,11 @@ class Run:
             self._taps.accept(rows, payload.tensors, partial(self._runtime.holders, modality))
         for modality, hidden, returned, sides in payload.meta["calls"]:
             group = partial(self._runtime.holders, modality)
-            found = {(layer, tuple(path)): rebuild(value, payload.tensors, group) for layer, path, value in sides}
+            side_inputs = {(layer, tuple(path)): rebuild(value, payload.tensors, group) for layer, path, value in sides}
             state = rebuild(hidden, payload.tensors, group)
-            for _, tensor in tensors_in((state, list(found.values()))):
+            for _, tensor in tensors_in((state, list(side_inputs.values()))):
                 mark_dependent(tensor)
-            self._calls_in.setdefault(modality, []).append(LayerCall(state, found, returned))
+            self._calls_in.setdefault(modality, []).append(LayerCall(state, side_inputs, returned))
 
     # --- the step ---
 
@@ -205,10 +205,10 @@ class Run:
                 if self._tail is not None:
                     self._tail.undo()
         if self._counts is None and not self.stage.is_last:
-            self._runtime.passes[self._structure] = self._made()
+            self._runtime.passes[self._structure] = self._pass_counts()
         check_used(self.stage, self._runtime, self._boundaries_in, self._consumed, self._calls_in, self._entered)
         if self._trace is not None and self._calls_out:
-            self._runtime.skip_inputs[self._structure] = frozenset(self._found)
+            self._runtime.skip_inputs[self._structure] = frozenset(self._new_skips)
             self._runtime.taps[self._structure] = self._taps.needed
         if not self.stage.is_last:
             self.result = None
@@ -220,24 +220,24 @@ class Run:
             self._trace.needs(self.result)
             for value in vars(self._runtime.root).values():  # hooks read what the step kept where it ends
                 if isinstance(value, (Tensor, list, tuple, dict, deque)):
-                    found = tensors_in([*value] if isinstance(value, deque) else value)
-                    self._trace.needs([one for _, one in found if not isinstance(one, nn.Parameter)])
+                    tensors = tensors_in([*value] if isinstance(value, deque) else value)
+                    self._trace.needs([tensor for _, tensor in tensors if not isinstance(tensor, nn.Parameter)])
         if self._tail is None:
             for end in self._runtime.ends:
                 end()
-            for one in self._passes.values():
-                one.end()
+            for modality_pass in self._passes.values():
+                modality_pass.end()
 
-    def _made(self) -> Counter[str]:
+    def _pass_counts(self) -> Counter[str]:
         """How often boundaries of each modality were called here to the end, and its layers were passed."""
-        made = Counter(self._runtime.modality_of(name) for name, *_ in self._boundaries_out)
+        counts = Counter(self._runtime.modality_of(name) for name, *_ in self._boundaries_out)
         for modality, calls in self._calls_out.items():
-            made[modality] = max(made[modality], len(calls))
-        return made
+            counts[modality] = max(counts[modality], len(calls))
+        return counts
 
     def _is_made(self) -> bool:
         """Whether nothing is left to compute here, as far as is known; False while that is being found."""
-        return self._counts is not None and self._made() >= self._counts
+        return self._counts is not None and self._pass_counts() >= self._counts
 
     def _may_end_by(self, error: Exception) -> bool:
         """Whether this stage, which has made something of each of its modalities, may throw away what raised `error`.
@@ -247,7 +247,7 @@ class Run:
         """
         if self.stage.is_last or self._fails_inside or isinstance(error, StageError):
             return False
-        return self._made().keys() >= self.stage.cuts.keys()
+        return self._pass_counts().keys() >= self.stage.cuts.keys()
 
     def _look_on(self) -> None:
         """Only look at what the step does from here on, until it computes something here again."""
@@ -321,7 +321,7 @@ class Run:
                 with shown_stand_ins(self._runtime.root):
                     self._called(name, modality, original, args, kwargs)
             self.writes.skipped(name)
-            return self._taps.result(call, copies(results[index]), own=modality in self.stage.must_use)
+            return self._taps.result(call, copies(results[index]), computed=modality in self.stage.must_use)
         cut = self.stage.cuts.get(modality)
         if cut is not None:
             self._resume()
@@ -331,12 +331,12 @@ class Run:
             result = unsharded(self._runtime.read_fields(name, result))
         if cut is not None and cut.index == self._runtime.last_stage(modality):
             self._boundaries_out.append((name, result, outside))
-            return self._taps.result(call, copies(result), own=True)
+            return self._taps.result(call, copies(result), computed=True)
         if cut is not None and self._trace is not None:
             self._trace.needs(self._runtime.read_fields(name, result))
         if cut is None:
             self.writes.skipped(name)
-        return self._taps.result(call, result, own=False)
+        return self._taps.result(call, result, computed=False)
 
     def _called(self, name: str, modality: str, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call the boundary `name`; in a stage that does not compute it, on stand-ins, which hooks in it see."""
@@ -409,7 +409,7 @@ class Run:
             return result
         if layer == self.stage.cuts[modality].last - 1:
             self._results[modality] = result
-        return self._taps.result(self._layer_call(modality, layer), result, own=True)
+        return self._taps.result(self._layer_call(modality, layer), result, computed=True)
 
     def _layer_call(self, modality: str, layer: int) -> Call:
         return "layer", modality, layer, self._passes[modality].number if modality in self._passes else 0
@@ -436,8 +436,8 @@ class Run:
         path = self._runtime.partition.parts[modality].paths[layer]
         self.writes.skipped(path)
         self._taps.call_hooks(self._runtime.root, path, layer, hidden, self._runtime.guard)
-        own = {"result": (None,), "first": (0,), None: ()}[known.received]
-        return self._taps.result(self._layer_call(modality, layer), result, own=own)
+        entries = {"result": (None,), "first": (0,), None: ()}[known.received]
+        return self._taps.result(self._layer_call(modality, layer), result, computed=entries)
 
     def computed(self, path: str, result: Any) -> Any:
         """Return the result of a module beside layers, or what was received of it."""
@@ -447,8 +447,8 @@ class Run:
             if self._taps.has_arrived(("module", path, -1, 1)):
                 raise StageError(f"{path} runs again in a backward, for one of several passes: do not checkpoint it")
             return self._taps.again(("module", path, -1, 0), result)
-        own = path in self._runtime.points[self.stage].modules
-        return self._taps.result(self._taps.next_call("module", path), result, own=own)
+        is_computed = path in self._runtime.points[self.stage].modules
+        return self._taps.result(self._taps.next_call("module", path), result, computed=is_computed)
 
     def answered(self, names: Collection[str], args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         """Note that a remote module with parameters `names` gave a placeholder."""
@@ -503,7 +503,7 @@ class Run:
             if self._known_skips is None:
                 if not any(must_travel(tensor) for _, tensor in tensors_in(value)):
                     continue
-                self._found.add((modality, layer, path))
+                self._new_skips.add((modality, layer, path))
             elif (modality, layer, path) not in self._known_skips:
                 continue
             call.skip_inputs[layer, path] = value

@@ -132,13 +132,13 @@ class Runtime:
         self.loss_modality = partition.loss_modality
         self.root, self.partition, self.stages, self.tensor = root, partition, stages, tensor
         self._sharing, self._context = sharing or {}, context or {}
-        self.groups = [*self._sharing.values(), *(group for one in self._context.values() for group in one.groups)]
+        self.groups = [*self._sharing.values(), *(group for cp in self._context.values() for group in cp.groups)]
         if tensor is not None:
             self.groups += [*tensor.groups.values(), *tensor.lines]
         self._modality_of = {
             cut.name: name for name, encoder in partition.encoders.items() for cut in encoder.boundaries
         }
-        self._path_of = {cut.name: cut.path for one in partition.encoders.values() for cut in one.boundaries}
+        self._path_of = {cut.name: cut.path for encoder in partition.encoders.values() for cut in encoder.boundaries}
         self.wanted: dict[str, frozenset[str] | None] = {}
         self.user_hooks: dict[str, UserHooks] = {}
         self.handed: set[int] | None = None
@@ -149,9 +149,9 @@ class Runtime:
     @property
     def scopes(self) -> list[Any]:
         """What is of one microbatch at a time."""
-        own: list[Any] = [] if self.tensor is None else [*self.tensor.scopes]
-        own += [] if self.experts is None else [self.experts]
-        return [self, *own, *(scope for one in self._context.values() for scope in one.scopes)]
+        scopes: list[Any] = [] if self.tensor is None else [*self.tensor.scopes]
+        scopes += [] if self.experts is None else [self.experts]
+        return [self, *scopes, *(scope for cp in self._context.values() for scope in cp.scopes)]
 
     def take(self) -> Any:
         """Return what belongs to the microbatch that is computed."""
@@ -168,11 +168,11 @@ class Runtime:
     def trace(self, stage: StageView) -> Trace:
         """Return what finds the values that travel from `stage` to later ones."""
         points, parameters = self.points[stage], dict(self.root.named_parameters(remove_duplicate=False))
-        own: dict[int, Tap] = {}
+        taps: dict[int, Tap] = {}
         for name, parameter in parameters.items():
             if name in points.parameters:
-                own.setdefault(id(parameter), ("parameter", name, -1, 0, None))
-        return Trace(own, {id(parameters[name]) for name in points.later})
+                taps.setdefault(id(parameter), ("parameter", name, -1, 0, None))
+        return Trace(taps, {id(parameters[name]) for name in points.later})
 
     def num_layers(self, modality: str) -> int:
         """Return the length of a modality's list of layers."""
@@ -218,8 +218,8 @@ class Runtime:
         if not isinstance(result, Mapping):
             return result
         if fields is None or not fields.issubset(result):
-            kept = {name: sendable(f"{boundary}().{name}", value) for name, value in result.items()}
-            return result if all(value is result[name] for name, value in kept.items()) else type(result)(**kept)
+            sent = {name: sendable(f"{boundary}().{name}", value) for name, value in result.items()}
+            return result if all(value is result[name] for name, value in sent.items()) else type(result)(**sent)
         return type(result)(**{name: value for name, value in result.items() if name in fields})
 
 

@@ -52,16 +52,16 @@ class SharedBuffers:
     @contextmanager
     def spared(self) -> Iterator[None]:
         """Put copies in place of the buffers meanwhile."""
-        kept = [(module._buffers, name, module._buffers[name]) for module, name in self._places]
+        saved = [(module._buffers, name, module._buffers[name]) for module, name in self._places]
         copies: dict[int, Tensor] = {}
-        for buffers, name, buffer in kept:
+        for buffers, name, buffer in saved:
             if buffer is not None:
                 copy = copies.get(id(buffer))
                 buffers[name] = copies[id(buffer)] = buffer.clone() if copy is None else copy
         try:
             yield
         finally:
-            for buffers, name, buffer in kept:
+            for buffers, name, buffer in saved:
                 buffers[name] = buffer
 
 
@@ -77,15 +77,15 @@ class StepWrites:
         self._runtime, self._structure = runtime, structure
         self._stale = StaleAttributes(runtime.root, runtime.guard)
         self._received: dict[str, list[Row]] = {}
-        self._own: dict[str, list[Row]] = {}
+        self._own_rows: dict[str, list[Row]] = {}
         self._skipped: Counter[str] = Counter()
 
     def accept(self, rows: Iterable[Any], tensors: list[Tensor]) -> None:
         """Take what calls in an earlier stage write, as `described` gave it there."""
-        for call, found in rows:
+        for call, call_rows in rows:
             self._received[call] = [
-                ((path, name, is_list), [None if one is None else rebuild(one, tensors) for one in values])
-                for path, name, is_list, values in found
+                ((path, name, is_list), [None if value is None else rebuild(value, tensors) for value in values])
+                for path, name, is_list, values in call_rows
             ]
 
     @contextmanager
@@ -101,24 +101,24 @@ class StepWrites:
         before = None if key in known else attributes(root.get_submodule(path), path)
         yield
         if before is not None:
-            found = written(before, attributes(root.get_submodule(path), path))
-            known[key] = [(one, _missing(_number(root, one))) for one in found]
-        if call not in self._own:
-            self._own[call] = [(one, []) for one, _ in known[key]]
-        for (_, missing), (one, values) in zip(known[key], self._own[call], strict=True):
+            changed = written(before, attributes(root.get_submodule(path), path))
+            known[key] = [(attribute, _missing(_number(root, attribute))) for attribute in changed]
+        if call not in self._own_rows:
+            self._own_rows[call] = [(attribute, []) for attribute, _ in known[key]]
+        for (_, missing), (attribute, values) in zip(known[key], self._own_rows[call], strict=True):
             if missing is None or not is_whole:
                 values.append(None)
                 continue
-            number = _number(root, one)
+            number = _number(root, attribute)
             values.append(unsharded(copies(missing if number is None else number)))
 
     def skipped(self, call: str) -> None:
         """From now on, until `restore`, let attributes hold what `call` wrote in another stage, or a remote value."""
         number = self._skipped[call]
         self._skipped[call] += 1
-        for one, values in self._received.get(call, ()):
+        for attribute, values in self._received.get(call, ()):
             value = values[number] if number < len(values) else None
-            self._stale.mark(one, None if value is None else copies(value))
+            self._stale.mark(attribute, None if value is None else copies(value))
 
     def lay_aside(self) -> None:
         """Put it back while another microbatch is computed, until `take_up`."""
@@ -145,26 +145,26 @@ class StepWrites:
             rows[name] = [*self._of(name), *self._in_layers(self._runtime.modality_of(name))]
         rows |= {path: self._of(path) for path in self._paths(layers_of)}
         return [
-            [call, [[*one, [packer.describe(value) for value in values]] for one, values in found]]
-            for call, found in rows.items()
-            if found
+            [call, [[*attribute, [packer.describe(value) for value in values]] for attribute, values in call_rows]]
+            for call, call_rows in rows.items()
+            if call_rows
         ]
 
     def _in_layers(self, modality: str) -> list[Row]:
         """What the layers of earlier stages of an encoder wrote, which its boundary in this stage did not write."""
-        return [one for path in self._paths(modality) for one in self._received.get(path, ())]
+        return [row for path in self._paths(modality) for row in self._received.get(path, ())]
 
     def _of(self, call: str) -> list[Row]:
-        return self._received.get(call) or self._own.get(call, [])
+        return self._received.get(call) or self._own_rows.get(call, [])
 
     def _paths(self, modality: str | None) -> Iterable[str]:
         parts = self._runtime.partition.parts.get(modality) if modality else None
         return () if parts is None else parts.paths
 
 
-def _number(root: nn.Module, one: Written) -> Tensor | None:
+def _number(root: nn.Module, attribute: Written) -> Tensor | None:
     """The tensor of one number that an attribute holds; None where it holds something else."""
-    value = vars(root.get_submodule(one[0])).get(one[1])
+    value = vars(root.get_submodule(attribute[0])).get(attribute[1])
     if not isinstance(value, Tensor) or value.numel() != 1 or value.layout != torch.strided or is_remote(value):
         return None
     return value

@@ -119,17 +119,17 @@ class Trace(TorchFunctionMode):
     """Marks the result of every torch function that takes a marked tensor or a parameter.
 
     Args:
-        own: of the parameters that only this stage and earlier ones hold, their taps, by id.
+        own_taps: of the parameters that only this stage and earlier ones hold, their taps, by id.
         later: ids of the parameters that only later stages hold.
 
     Attributes:
         found: the taps that later stages need.
     """
 
-    def __init__(self, own: Mapping[int, Tap] | None = None, later: Collection[int] = ()) -> None:
+    def __init__(self, own_taps: Mapping[int, Tap] | None = None, later: Collection[int] = ()) -> None:
         super().__init__()
         self.found: set[Tap] = set()
-        self._own, self._later = own or {}, later
+        self._own_taps, self._later = own_taps or {}, later
 
     def needs(self, tree: Any) -> None:
         """Note that later stages need the tensors in `tree`."""
@@ -145,8 +145,8 @@ class Trace(TorchFunctionMode):
 
     def _taps(self, tensor: Tensor) -> frozenset[Tap]:
         taps: frozenset[Tap] | None = getattr(tensor, "_mm5d_taps", None)
-        if taps is None and id(tensor) in self._own and isinstance(tensor, torch.nn.Parameter):
-            return frozenset({self._own[id(tensor)]})
+        if taps is None and id(tensor) in self._own_taps and isinstance(tensor, torch.nn.Parameter):
+            return frozenset({self._own_taps[id(tensor)]})
         return taps or _NONE
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,7 +156,7 @@ class Trace(TorchFunctionMode):
         mark = max(marks, default=0)
         taps = _NONE
         if mark and func not in _SHAPE_ONLY:
-            taps = taps.union(*(self._taps(one) for one, own in zip(taken, marks, strict=True) if own == _DEPENDS))
+            taps = taps.union(*(self._taps(arg) for arg, kind in zip(taken, marks, strict=True) if kind == _DEPENDS))
             if mark == _LATER or getattr(func, "__name__", "") in LEAVING:
                 self.found |= taps
         result = func(*args, **kwargs)
@@ -192,17 +192,17 @@ def watched_modules(root: nn.Module, partition: Partition) -> dict[str, nn.Modul
     if not split:
         return {}
     layers = [path for name in split for path in partition.parts[name].paths]
-    single = [path for name, one in partition.encoders.items() if name not in split for path in one.owns]
-    found = {}
+    single = [path for name, encoder in partition.encoders.items() if name not in split for path in encoder.owns]
+    watched = {}
     compiled: list[str] = []
     for path, module in root.named_modules():
         if is_compiled(module) or is_compiled_in_place(module):
             compiled.append(path)
         around = not path or any(is_in(layer, path) for layer in layers)
-        inside = any(is_in(path, one) for one in (*layers, *single, *compiled))
+        inside = any(is_in(path, outer) for outer in (*layers, *single, *compiled))
         if not around and not inside and next(module.parameters(), None) is not None:
-            found[path] = module
-    return found
+            watched[path] = module
+    return watched
 
 
 def tap_points(
@@ -212,22 +212,22 @@ def tap_points(
     members = tuple(members)
     names = [name for name, _ in root.named_parameters(remove_duplicate=False)]
     owners = {name: frozenset(partition.owners[name]) for name in names}
-    own, owned, later = set[str](), set[str](), set[str]()
+    own_modules, own_parameters, later = set[str](), set[str](), set[str]()
     for member in members:
         after = [cut.name for cut in partition.stages[member.modality] if cut.index > member.number]
         if after:
             paths = partition.parts[member.modality].paths
             held = {name for name in names if member in owners[name]}
             outside = {name for name in held if not any(is_in(name, path) for path in paths)}
-            owned |= {name for name in outside if after[-1] not in owners[name]}
+            own_parameters |= {name for name in outside if after[-1] not in owners[name]}
             for path, module in modules.items():
                 inner = [f"{path}.{name}" for name, _ in module.named_parameters()]
                 if held.issuperset(inner) and any(stage not in owners[name] for stage in after for name in inner):
-                    own.add(path)
+                    own_modules.add(path)
         if member.modality in partition.encoders:
             after += [cut.name for cut in partition.stages[partition.loss_modality]]
         later |= {name for name in names if owners[name].isdisjoint(members) and not owners[name].isdisjoint(after)}
-    return TapPoints(frozenset(own), frozenset(owned), frozenset(later))
+    return TapPoints(frozenset(own_modules), frozenset(own_parameters), frozenset(later))
 
 
 Entry = str | int | None
@@ -265,11 +265,11 @@ class Taps:
         """
         if self._trace is None:
             return self._known
-        found = set(self._trace.found)
-        if any(tap[0].startswith("inner") for tap in found):
-            found |= {tap for tap in self._noted if tap[0].startswith("inner")}
-        sent = {tap[:4] for tap in found}
-        return frozenset(found | {(*call, _NAMED) for call in self._seen if call not in sent})
+        taps = set(self._trace.found)
+        if any(tap[0].startswith("inner") for tap in taps):
+            taps |= {tap for tap in self._noted if tap[0].startswith("inner")}
+        sent = {tap[:4] for tap in taps}
+        return frozenset(taps | {(*call, _NAMED) for call in self._seen if call not in sent})
 
     def accept(self, rows: list[Any], tensors: list[Tensor], group: Callable[[Any], Group]) -> None:
         """Take what an earlier stage has sent, as `described` gives it."""
@@ -293,28 +293,28 @@ class Taps:
         self._counts[kind, path, layer] += 1
         return kind, path, layer, number
 
-    def result(self, call: Call, value: Any, *, own: bool | tuple[Entry, ...]) -> Any:
+    def result(self, call: Call, value: Any, *, computed: bool | tuple[Entry, ...]) -> Any:
         """Return the result of a call, with what was received of it in its place.
 
         Args:
             call: that gave it.
             value: what it gave here.
-            own: whether this stage computes it, or knows certain entries of it.
+            computed: whether this stage computes it, or knows certain entries of it.
         """
         arrived = self._received.get(call, {})
-        for entry, one in arrived.items():
-            value = put(value, () if entry is None else (entry,), copies(one))
+        for entry, entry_value in arrived.items():
+            value = put(value, () if entry is None else (entry,), copies(entry_value))
         if self._trace is None and call not in self._wanted:
             return value
-        for entry, one in _entries(value):
-            if own is True or entry in arrived or (own and entry in own):
-                self._note((*call, entry), one)
+        for entry, entry_value in _entries(value):
+            if computed is True or entry in arrived or (computed and entry in computed):
+                self._note((*call, entry), entry_value)
         return value
 
     def again(self, call: Call, value: Any) -> Any:
         """Return the result of a call that runs again in the backward."""
-        for entry, one in self._received.get(call, {}).items():
-            value = put(value, () if entry is None else (entry,), copies(one))
+        for entry, entry_value in self._received.get(call, {}).items():
+            value = put(value, () if entry is None else (entry,), copies(entry_value))
         return value
 
     def _note(self, tap: Tap, value: Any) -> None:
@@ -361,7 +361,7 @@ class Taps:
             kind = "inner, of the layer's state" if args and args[0] is hidden else "inner"
             call = self.next_call(kind, path, index)
             self._seen[call] = None
-            self.result(call, result, own=True)
+            self.result(call, result, computed=True)
 
         return note
 
@@ -384,7 +384,7 @@ class Taps:
             if value is None:
                 value = tuple(values.get(entry) for entry in range(1 + max(map(int, values))))  # type: ignore[arg-type]
             if _NAMED not in values:
-                value = self.result(call, value, own=False)
+                value = self.result(call, value, computed=False)
             module = root.get_submodule(call[1])
             args = (missing if call[0] == "inner" else hidden,)
             named = private(module, "_forward_hooks_with_kwargs")
@@ -422,6 +422,6 @@ def _entries(value: Any) -> Iterator[tuple[Entry, Any]]:
     if isinstance(value, Tensor):
         yield None, value
     elif isinstance(value, Mapping):
-        yield from ((key, one) for key, one in value.items() if isinstance(key, str | int))
+        yield from ((key, inner) for key, inner in value.items() if isinstance(key, str | int))
     elif isinstance(value, list | tuple):
         yield from enumerate(value)

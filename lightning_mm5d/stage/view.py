@@ -85,10 +85,10 @@ def views(
     cuts = {cut.name: cut for stages in partition.stages.values() for cut in stages}
     last = partition.stages[partition.loss_modality][-1].name
     final = {encoder: key for key in members for encoder in consumes.get(key, ())}  # stages stand in their order
-    found = {}
+    stage_views = {}
     for key, names in members.items():
         held = {cuts[name].modality: cuts[name] for name in names}
-        found[key] = StageView(
+        stage_views[key] = StageView(
             name=key,
             cuts=held,
             consumes=consumes.get(key, frozenset()),
@@ -96,4 +96,4 @@ def views(
             is_last=last in names,
             stops_at=frozenset(set.intersection(*map(precedes, held)) - set(held)),
         )
-    return found
+    return stage_views

@@ -71,9 +71,9 @@ class StaleAttributes:
         self._marks: list[tuple[nn.Module, str, Any, Any]] = []
         self._aside: list[tuple[nn.Module, str, Any]] = []
 
-    def mark(self, one: Written, value: Any) -> None:
+    def mark(self, attribute: Written, value: Any) -> None:
         """Let an attribute hold `value`, or a remote value in place of None."""
-        path, name, is_list = one
+        path, name, is_list = attribute
         module = self._root.get_submodule(path)
         if value is None:
             value = marked(torch.full((1,), torch.nan), Origin(f"{path}.{name}".lstrip("."), self._guard))

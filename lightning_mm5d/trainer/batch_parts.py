@@ -105,11 +105,11 @@ class BatchParts:
         self.deals = layout is not None and layout.deals
         if layout is not None and self.count is not None:
             self.count = layout.microbatches(self.count)[layout.replicas_of_rank(rank)[0]]
-        own = {name: getattr(module, name, None) for name in ("split_batch", "loss_weight")}
-        given = options.microbatching
-        self._splitter = given if callable(given) else own["split_batch"] if callable(own["split_batch"]) else None
+        hooks = {name: getattr(module, name, None) for name in ("split_batch", "loss_weight")}
+        mode = options.microbatching
+        self._splitter = mode if callable(mode) else hooks["split_batch"] if callable(hooks["split_batch"]) else None
         weigh = options.loss_weight
-        self._weigh = weigh if callable(weigh) else own["loss_weight"] if callable(own["loss_weight"]) else None
+        self._weigh = weigh if callable(weigh) else hooks["loss_weight"] if callable(hooks["loss_weight"]) else None
         self.is_auto = self._weigh is None and weigh == "auto"
         self._passed: frozenset[Path | None] = frozenset()
         self._counting = self._labels_that_count() if self._weigh is None and weigh != "samples" else None
@@ -118,8 +118,8 @@ class BatchParts:
         # steps of replicas that optimize by hand are not steps of the engine
         is_mean = self.is_auto and None not in self._passed and bool(self._passed) and module.automatic_optimization
         self.counts_equally = self.counts_samples and not self.deals and not is_mean
-        self.is_compiled = any(is_compiled(one) or is_compiled_in_place(one) for one in module.modules())
-        self.splits = given == "split" and self._splitter is None
+        self.is_compiled = any(is_compiled(part) or is_compiled_in_place(part) for part in module.modules())
+        self.splits = mode == "split" and self._splitter is None
         self.dealer: Dealer | None = None
 
     def split(self, batch: Any, *, is_first: bool = False) -> list[Microbatch]:
@@ -133,23 +133,23 @@ class BatchParts:
             ConfigError: it cannot be split, or not into so many.
         """
         if isinstance(batch, LoaderBatches):
-            found = [counted(part, batch_samples(part)) for part in batch]
+            parts = [counted(part, batch_samples(part)) for part in batch]
         elif self._splitter is not None:
             cut = self._split_by(self._splitter, batch)
-            found = [counted(part, size) for part, size in zip(cut, part_samples(cut, batch), strict=True)]
+            parts = [counted(part, size) for part, size in zip(cut, part_samples(cut, batch), strict=True)]
         elif sizes := self._sizes_of_loaders(batch):
-            found = split_each(batch, self.count or 1, sizes, image_tokens=self._packed)
+            parts = split_each(batch, self.count or 1, sizes, image_tokens=self._packed)
         else:
-            found = split(batch, self.count, size=self._size or 1, image_tokens=self._packed, dealer=self.dealer)
-        if is_first and self.count is not None and 0 < len(found) < self.count and not self._varies():
-            samples = sum(part.samples for part in found)
-            rule = f"A batch of {samples} samples gives at most {len(found)} microbatches"
+            parts = split(batch, self.count, size=self._size or 1, image_tokens=self._packed, dealer=self.dealer)
+        if is_first and self.count is not None and 0 < len(parts) < self.count and not self._varies():
+            samples = sum(part.samples for part in parts)
+            rule = f"A batch of {samples} samples gives at most {len(parts)} microbatches"
             fix = (
-                f"Use {len(found)} or fewer, or larger batches, or microbatch_size, where the number follows from each "
+                f"Use {len(parts)} or fewer, or larger batches, or microbatch_size, where the number follows from each "
                 "batch"
             )
             raise ConfigError("batching.num_microbatches", self.count, rule, fix)
-        return found
+        return parts
 
     def joined(self, batch: Any, parts: Sequence[Microbatch]) -> Microbatch | None:
         """Return the first two microbatches of one replica's batch as one; None where that is not known to be one.
@@ -185,7 +185,7 @@ class BatchParts:
         if len(loaders) != len(batch) or (isinstance(loaders, dict) and [*loaders] != [*batch]):
             return []
         batches = batch.values() if isinstance(batch, dict) else batch
-        sizes = [batch_samples(one) for one in batches if one is not None]
+        sizes = [batch_samples(loader_batch) for loader_batch in batches if loader_batch is not None]
         if batch_samples(batch) is not None or len(sizes) < 2:
             return []
         return [] if None in sizes else [size for size in sizes if size is not None]
@@ -194,7 +194,7 @@ class BatchParts:
         """Whether a collator packs or drops samples, so that batches have fewer rows than the `batch_size`."""
         loaders = CombinedLoader(self._module.trainer.train_dataloader).flattened
         collators = [getattr(loader, "collate_fn", None) for loader in loaders]
-        return any(isinstance(one, VaryingCollator) and one.varies for one in collators)
+        return any(isinstance(collator, VaryingCollator) and collator.varies for collator in collators)
 
     def has_labels(self, parts: Sequence[Microbatch]) -> bool:
         """Return whether it is certain which tensors hold the label tokens that the loss is a mean over.
@@ -210,7 +210,7 @@ class BatchParts:
             return tensor
 
         try:
-            found = [self._labels(part.batch) for part in parts]
+            all_labels = [self._labels(part.batch) for part in parts]
         except ConfigError:
             for part in parts:
                 with_tensors(part.batch, note)
@@ -218,8 +218,8 @@ class BatchParts:
             if len(marked) != 1 or not self._named_by_steps().issuperset(keys[-1:]):
                 return False
             self._passed = frozenset(marked)
-            found = [self._labels(part.batch) for part in parts]
-        return bool(found) and not any(labels.is_floating_point() for labels in found)
+            all_labels = [self._labels(part.batch) for part in parts]
+        return bool(all_labels) and not any(labels.is_floating_point() for labels in all_labels)
 
     def check(self, parts: Sequence[Microbatch], *, tokens: bool, deals: bool = False) -> None:
         """Refuse microbatches whose samples or label tokens are not known, on every rank that loads them.
@@ -263,21 +263,21 @@ class BatchParts:
         """Which labels the loss is a mean over; None where it is none."""
         self._passed = passed(self._module, "training_step", "labels")
         steps = self._steps()
-        found = counting(self._module, steps)
+        counted_labels = counting(self._module, steps)
         is_own = self.is_auto and leaves_loss(steps)
-        if found is not None and (is_own or not self._passed):
+        if counted_labels is not None and (is_own or not self._passed):
             targets = passed(self._module, "training_step", TARGET)
             is_token_mean = targets or hands_on(steps)
             if is_own and (not is_token_mean or averages_samples(self._module, steps)):
                 return None
             self._passed = targets or self._passed
-        if found is not None or self.is_auto:
-            return found
+        if counted_labels is not None or self.is_auto:
+            return counted_labels
         configs = (getattr(module, "config", None) for module in self._module.modules())
         return "all" if any(getattr(config, "is_encoder_decoder", False) for config in configs) else "shifted"
 
     def _steps(self) -> frozenset[FunctionType]:
-        return frozenset(one for name in ("training_step", "forward") for one in reached(type(self._module), name))
+        return frozenset(func for name in ("training_step", "forward") for func in reached(type(self._module), name))
 
     def _named_by_steps(self) -> set[object]:
         """The constants and attributes in the code of the step, among them keys of the batch that it reads."""
@@ -288,13 +288,13 @@ class BatchParts:
 
     def _split_by(self, splitter: Callable[[Any, int], Any], batch: Any) -> Sequence[Any]:
         count = self.count or self._count_by_size(batch)
-        found = splitter(batch, count)
-        if not isinstance(found, (list, tuple)) or not 0 < len(found) <= count:
-            got = f"{len(found)} parts" if isinstance(found, (list, tuple)) else type(found).__name__
+        parts = splitter(batch, count)
+        if not isinstance(parts, (list, tuple)) or not 0 < len(parts) <= count:
+            got = f"{len(parts)} parts" if isinstance(parts, (list, tuple)) else type(parts).__name__
             rule = f"The function that splits a batch into {count} microbatches returns a list of at most as many"
             fix = "Return a list of batches, each of one or more samples"
             raise ConfigError("batching.microbatching", got, rule, fix)
-        return found
+        return parts
 
     def _count_by_size(self, batch: Any) -> int:
         """How many microbatches of the given size hold the samples of a batch."""
@@ -307,19 +307,19 @@ class BatchParts:
 
     def _labels(self, batch: Any) -> Tensor:
         """The labels of a microbatch."""
-        said = {path: _at(batch, path) for path in self._passed if path is not None}
-        found = {path: value for path, value in said.items() if isinstance(value, Tensor)}
-        if not found and None not in self._passed:
+        passed_values = {path: _at(batch, path) for path in self._passed if path is not None}
+        tensors = {path: value for path, value in passed_values.items() if isinstance(value, Tensor)}
+        if not tensors and None not in self._passed:
 
             def note(path: Path, tensor: Tensor) -> Tensor:
                 if path[-1:] == ("labels",):
-                    found[path] = tensor
+                    tensors[path] = tensor
                 return tensor
 
             with_tensors(batch, note)
-        if len({id(tensor) for tensor in found.values()}) == 1 and None not in self._passed:
-            return next(iter(found.values()))
-        names = ["batch" + "".join(f"[{step!r}]" for step in path) for path in found]
+        if len({id(tensor) for tensor in tensors.values()}) == 1 and None not in self._passed:
+            return next(iter(tensors.values()))
+        names = ["batch" + "".join(f"[{step!r}]" for step in path) for path in tensors]
         if None in self._passed:
             rule = (
                 "training_step makes the labels that it passes to the model, so the batch does not show how many count"

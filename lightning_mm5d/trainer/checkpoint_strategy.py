@@ -106,16 +106,16 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         **kwargs: Any,
     ) -> Any:
         def begun(*args: Any, **kwargs: Any) -> Any:
-            given = inspect.signature(function).bind(*args, **kwargs)
+            bound = inspect.signature(function).bind(*args, **kwargs)
             if (
                 trainer is not None
                 and trainer.state.fn == TrainerFn.FITTING
-                and _CKPT_PATH in given.signature.parameters
+                and _CKPT_PATH in bound.signature.parameters
             ):
-                found = self._checkpoints.newest_in_memory(self.global_rank, self.world_size, self.num_processes)
-                if found is not None:
-                    given.arguments[_CKPT_PATH] = os.fspath(found)
-            return function(*given.args, **given.kwargs)
+                path = self._checkpoints.newest_in_memory(self.global_rank, self.world_size, self.num_processes)
+                if path is not None:
+                    bound.arguments[_CKPT_PATH] = os.fspath(path)
+            return function(*bound.args, **bound.kwargs)
 
         return super().run_guarded(begun, trainer, reports, *args, **kwargs)
 
@@ -199,9 +199,9 @@ class CheckpointStrategy(ProcessStrategy, ABC):
             return module.state_dict()
         buffers = None if self._session is None else self._session.buffers
         with self._exact() as rounded:
-            found = collect_module(module, plan, self.global_rank, wire=self._wire, buffers=buffers)
-            kept = {id(value): value.clone() for value in found.values() if rounded and _address(value) in rounded}
-        return {name: kept.get(id(value), value) for name, value in found.items()}
+            state = collect_module(module, plan, self.global_rank, wire=self._wire, buffers=buffers)
+            clones = {id(value): value.clone() for value in state.values() if rounded and _address(value) in rounded}
+        return {name: clones.get(id(value), value) for name, value in state.items()}
 
     def _exact(self) -> AbstractContextManager[frozenset[int]]:
         return nullcontext(frozenset()) if self._session is None else self._session.exact()
@@ -223,7 +223,7 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         module, plan = self._module("optimizer_state"), self._fitted("optimizer_state")
         inner = getattr(optimizer, "optimizer", optimizer)
         if (in_shards := self._checkpoints.in_shards) is not None:
-            number = next(n for n, one in enumerate(self.optimizers) if one is optimizer)
+            number = next(n for n, candidate in enumerate(self.optimizers) if candidate is optimizer)
             return in_shards.optimizer_state(inner, number)
         return collect_optimizer(inner, module, plan, self.global_rank, self._wire)
 
@@ -241,7 +241,7 @@ class CheckpointStrategy(ProcessStrategy, ABC):
             self._checkpoints.together("full save", write)  # an error of rank 0 is one on all ranks
             return
         module, session = self._module("save_checkpoint"), self._session
-        trainer, optimizers = module.trainer, [getattr(one, "optimizer", one) for one in self.optimizers]
+        trainer, optimizers = module.trainer, [getattr(outer, "optimizer", outer) for outer in self.optimizers]
         fields = {"step": trainer.global_step, "epoch": trainer.current_epoch, "layout": self._layout_fields()}
         with self._exact():
             run = SavedRun(
@@ -250,7 +250,7 @@ class CheckpointStrategy(ProcessStrategy, ABC):
                 plan=self._shards_plan(),
                 buffers=None if session is None else session.buffers,
                 wire=self._wire,
-                fields={**fields, "optimizers": [type(one).__name__ for one in optimizers]},
+                fields={**fields, "optimizers": [type(optimizer).__name__ for optimizer in optimizers]},
                 averages=self.copies,
                 goes_on=session is not None,
             )
@@ -302,10 +302,10 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         raise AssertionError("the last candidate is returned or raises")
 
     def _load_folder(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        found, files = self._checkpoints.load(path, weights_only=weights_only is not False)
+        checkpoint, files = self._checkpoints.load(path, weights_only=weights_only is not False)
         if self._agreement is not None:
             self._agreement.check("checkpoint", files)
-        return found
+        return checkpoint
 
     def _load_file(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
         checkpoint: dict[str, Any] = {}
@@ -315,8 +315,8 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         except Exception as error:
             failed = error
         if self._agreement is not None:
-            found = "read" if failed is None else f"not read ({type(failed).__name__}: {failed})"[:300]
-            self._agreement.check("reading a checkpoint", {"checkpoint": found})
+            outcome = "read" if failed is None else f"not read ({type(failed).__name__}: {failed})"[:300]
+            self._agreement.check("reading a checkpoint", {"checkpoint": outcome})
             self._agreement.check("checkpoint", fingerprint(checkpoint))
         if failed is not None:
             raise failed

@@ -195,24 +195,24 @@ class Checkpoints:
         self.finish()
         reports, failed = self._open_reports(topic), None
         try:
-            found = action()
+            outcome = action()
         except Exception as error:
             failed = error
-        told = None if failed is None else [type(failed).__name__, str(failed)]
-        others = reports.exchange("failed", told)
+        failure = None if failed is None else [type(failed).__name__, str(failed)]
+        failures = reports.exchange("failed", failure)
         if failed is not None:
             raise failed
-        for rank, other in enumerate(others):
-            if other is not None:
-                said = f"{other[0]}: {other[1]}"
-                kind = _SHARED_ERRORS.get(other[0])
+        for rank, rank_failure in enumerate(failures):
+            if rank_failure is not None:
+                message = f"{rank_failure[0]}: {rank_failure[1]}"
+                kind = _SHARED_ERRORS.get(rank_failure[0])
                 if kind is not None:
-                    raise repeated(kind(f"rank {rank}: {other[1]}"), rank, said)
-                raise repeated(RankLostError(f"rank {rank}: {said}"), rank, said)
-        return found
+                    raise repeated(kind(f"rank {rank}: {rank_failure[1]}"), rank, message)
+                raise repeated(RankLostError(f"rank {rank}: {message}"), rank, message)
+        return outcome
 
 
 def made_checkpoints(open_reports: Callable[..., RankReports], fields: Mapping[str, Any]) -> Checkpoints:
     """Return what saves and loads checkpoints of a strategy: the feature that does, or the core where it is absent."""
-    made: type[Checkpoints] = next((module.CHECKPOINTS for module in parts("checkpoints")), Checkpoints)
-    return made(open_reports, fields)
+    cls: type[Checkpoints] = next((module.CHECKPOINTS for module in parts("checkpoints")), Checkpoints)
+    return cls(open_reports, fields)

@@ -105,11 +105,11 @@ def configured(module: pl.LightningModule, precision: Precision) -> pl.Lightning
     """
     if is_configured(module):
         return module
-    made = copy_without_memory(module)
+    clone = copy_without_memory(module)
     with kept_random_state(), made_construction().without_memory(), precision.module_init_context():
-        made.configure_model()
-    vars(made)[_ATTRIBUTE] = True
-    return made
+        clone.configure_model()
+    vars(clone)[_ATTRIBUTE] = True
+    return clone
 
 
 def try_configured(module: pl.LightningModule, precision: Precision) -> pl.LightningModule | None:
@@ -131,28 +131,28 @@ def copy_without_memory(module: _Module) -> _Module:
     return _copy(module, {})
 
 
-def _copy(module: _Module, known: dict[int, Any]) -> _Module:
-    if id(module) in known:
-        return known[id(module)]
-    made = known[id(module)] = object.__new__(type(module))
+def _copy(module: _Module, memo: dict[int, Any]) -> _Module:
+    if id(module) in memo:
+        return memo[id(module)]
+    clone = memo[id(module)] = object.__new__(type(module))
     for name, value in vars(module).items():
-        vars(made)[name] = type(value)(value) if type(value) in _CONTAINERS else value
+        vars(clone)[name] = type(value)(value) if type(value) in _CONTAINERS else value
     for name, tensor in module._parameters.items():
-        made._parameters[name] = None if tensor is None else _empty(tensor, known)
+        clone._parameters[name] = None if tensor is None else _empty(tensor, memo)
     for name, buffer in module._buffers.items():
-        made._buffers[name] = None if buffer is None else _empty(buffer, known)
+        clone._buffers[name] = None if buffer is None else _empty(buffer, memo)
     for name, child in module._modules.items():
-        made._modules[name] = None if child is None else _copy(child, known)
-    return made
+        clone._modules[name] = None if child is None else _copy(child, memo)
+    return clone
 
 
-def _empty(tensor: Tensor, known: dict[int, Any]) -> Any:
-    if id(tensor) not in known:
+def _empty(tensor: Tensor, memo: dict[int, Any]) -> Any:
+    if id(tensor) not in memo:
         if is_lazy(tensor) or tensor.is_meta:
-            known[id(tensor)] = tensor
+            memo[id(tensor)] = tensor
         else:
-            made: Any = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            empty: Any = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-            known[id(tensor)] = made
-    return known[id(tensor)]
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = empty
+    return memo[id(tensor)]

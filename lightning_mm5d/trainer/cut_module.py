@@ -94,7 +94,9 @@ class CutModule(Removable):
                 self.changes.callback(remove)
         # compiled code would be compiled again for what watches functions around it
         compiles = any(modality.compute.compile for modality in plan.modalities.values())
-        self._is_compiled = compiles or any(is_compiled(one) or is_compiled_in_place(one) for one in module.modules())
+        self._is_compiled = compiles or any(
+            is_compiled(part) or is_compiled_in_place(part) for part in module.modules()
+        )
         self._interface = Interface() if groups.context else None
         if self._interface is not None:
             self.changes.callback(self._interface.remove)
@@ -147,11 +149,11 @@ class CutModule(Removable):
 
     def _own_layers(self) -> dict[str, list[str]]:
         """The paths of this rank's layers, by modality."""
-        parts, found = self._plan.partition.parts, dict[str, list[str]]()
+        parts, paths = self._plan.partition.parts, dict[str, list[str]]()
         for view in self.views.values():
             for name, cut in view.cuts.items():
-                found.setdefault(name, []).extend(parts[name].paths[cut.first : cut.last])
-        return found
+                paths.setdefault(name, []).extend(parts[name].paths[cut.first : cut.last])
+        return paths
 
     def _guard_shards(self, guard: Guard, names: list[str]) -> None:
         """Refuse state dicts of modules with sharded parameters: they would hold the shards of this rank alone."""

@@ -201,11 +201,11 @@ def position(trainer: pl.Trainer) -> dict[str, Any]:
 
 def _came_of_another(error: BaseException) -> bool:
     """Return whether an error, or one that it was raised from, says that the connection to a rank was lost."""
-    for one in _chain(error):
-        if isinstance(one, TransportError | dist.DistError) or (isinstance(one, _REPEATED) and not one.args):
+    for cause in _chain(error):
+        if isinstance(cause, TransportError | dist.DistError) or (isinstance(cause, _REPEATED) and not cause.args):
             return True
-        at_peers = failed_in_communication(one.__traceback__) or any(word in str(one) for word in _WORDS)
-        if isinstance(one, RuntimeError) and at_peers:
+        at_peers = failed_in_communication(cause.__traceback__) or any(word in str(cause) for word in _WORDS)
+        if isinstance(cause, RuntimeError) and at_peers:
             return True
     return False
 
@@ -220,10 +220,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def first_cause(error: BaseException) -> str | None:
     """Return the line of the first cause that an error, or one that it was raised from, bears."""
-    for one in _chain(error):
-        if isinstance(one, _REPEATED):
-            return one_line(one)
-        if (note := _note(one)) is not None:
+    for cause in _chain(error):
+        if isinstance(cause, _REPEATED):
+            return one_line(cause)
+        if (note := _note(cause)) is not None:
             return note
     return None
 
@@ -234,11 +234,11 @@ def _note(error: BaseException) -> str | None:
 
 def _repeated(error: BaseException) -> str | None:
     """Return the line that blames another rank, where an error repeats that of one; else None."""
-    for one in _chain(error):
-        if (note := _note(one)) is not None:
+    for cause in _chain(error):
+        if (note := _note(cause)) is not None:
             return note
-        if isinstance(one, RankLostError) and one.args:
-            return str(one)
+        if isinstance(cause, RankLostError) and cause.args:
+            return str(cause)
     return None
 
 

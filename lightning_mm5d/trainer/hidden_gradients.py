@@ -36,17 +36,17 @@ class _StandIn(Tensor):
             with plain():
                 return func(*args, **(kwargs or {}))
         first: Any = args[0] if args else None
-        given: list[Any] = list(first) if isinstance(first, (list, tuple)) else [first]
+        operands: list[Any] = list(first) if isinstance(first, (list, tuple)) else [first]
         if func in _ZEROS:
-            for one in given:
-                if isinstance(one, _StandIn):
-                    one.zeroes()
+            for operand in operands:
+                if isinstance(operand, _StandIn):
+                    operand.zeroes()
                 else:
-                    one.zero_()
+                    operand.zero_()
             return first
-        every = [*given, *args[1:], *(kwargs or {}).values()]
-        found = next(one for one in every if isinstance(one, _StandIn))
-        raise ConfigError(f"{found.path}.grad", "a use between batches", found.rule, found.instead)
+        arguments = [*operands, *args[1:], *(kwargs or {}).values()]
+        hidden = next(argument for argument in arguments if isinstance(argument, _StandIn))
+        raise ConfigError(f"{hidden.path}.grad", "a use between batches", hidden.rule, hidden.instead)
 
 
 def stand_in(
@@ -96,30 +96,30 @@ class HiddenGradients:
     def show(self) -> None:
         """Show a stand-in for each gradient that is kept beside a parameter."""
         self.take()
-        for one in self._shared.all:
-            if one.is_whole and not one.rests_own and one.gradient is not None:
-                parameter = one.parameter
+        for shared in self._shared.all:
+            if shared.is_whole and not shared.rests_own and shared.gradient is not None:
+                parameter = shared.parameter
                 shown = stand_in(
                     self._names.get(id(parameter), "parameter"),
                     parameter.shape,
                     parameter.dtype,
                     parameter.device,
-                    partial(_zero, one),
+                    partial(_zero, shared),
                     "Ranks that share a parameter (zero_stage) have gradients of their rows alone, and between batches "
                     "it shows its full tensor",
                     "Use it in a hook of the module or of a callback, or in `with trainer.strategy.full_gradients():`",
                 )
                 parameter.grad = shown
-                self._shown.append((one, shown))
+                self._shown.append((shared, shown))
 
     def take(self) -> None:
         """Take the stand-ins away, and over what somebody has set in place of one: None, or a full gradient."""
-        for one, shown in self._shown:
-            now = one.parameter.grad
-            if one.is_whole and now is not shown:
-                one.gradient = None if now is None else one.shard.rows(now).clone()
-            if one.is_whole:
-                one.parameter.grad = None
+        for shared, shown in self._shown:
+            now = shared.parameter.grad
+            if shared.is_whole and now is not shown:
+                shared.gradient = None if now is None else shared.shard.rows(now).clone()
+            if shared.is_whole:
+                shared.parameter.grad = None
         self._shown.clear()
 
 

@@ -70,9 +70,9 @@ class KeptShards(Removable):
 
 def keep_shards(module: nn.Module, plan: Plan) -> None:
     """Note that `module` keeps the shards that a run of `plan` has left in this process."""
-    kept = KeptShards(plan, os.getpid())
-    kept.guard(module, plan)
-    vars(module)[_ATTRIBUTE] = kept
+    shards = KeptShards(plan, os.getpid())
+    shards.guard(module, plan)
+    vars(module)[_ATTRIBUTE] = shards
 
 
 def has_rows(module: nn.Module, plan: Plan, rank: int) -> bool:
@@ -83,8 +83,8 @@ def has_rows(module: nn.Module, plan: Plan, rank: int) -> bool:
 def lose_rows(module: nn.Module, plan: Plan, rank: int) -> None:
     """Turn parameters of which this rank has rows or a shard into placeholders: no rank is left to send the others."""
     guard = Guard(plan.ownership.holders)
-    named = [(name, one) for name, one in module.named_parameters() if name in plan.division.shards]
-    shards = [(name, one, plan.shapes[name]) for name, one in named if not is_remote(one)]
+    named = [(name, parameter) for name, parameter in module.named_parameters() if name in plan.division.shards]
+    shards = [(name, parameter, plan.shapes[name]) for name, parameter in named if not is_remote(parameter)]
     for name, parameter, shape in (*_rows(module, plan, rank), *shards):
         parameter.grad = None
         make_placeholder(parameter, shape, Origin(name, guard))
@@ -94,13 +94,13 @@ def _rows(module: nn.Module, plan: Plan, rank: int) -> list[tuple[str, nn.Parame
     """Return the parameters of which this rank has rows, with their names and full shapes."""
     if not DataShards(plan).exist:
         return []
-    holdings, found = Holdings(plan, module), []
+    holdings, parameters = Holdings(plan, module), []
     for name, parameter in module.named_parameters():
         if not is_remote(parameter):
             holding = holdings.of(name, rank, parameter.shape)
             if holding.rows is not None and parameter.shape == holding.own:
-                found.append((name, parameter, holding.full))
-    return found
+                parameters.append((name, parameter, holding.full))
+    return parameters
 
 
 def left_elsewhere(module: nn.Module) -> None:
@@ -115,10 +115,10 @@ def has_kept_shards(module: nn.Module) -> bool:
 
 def release_shards(module: nn.Module) -> bool:
     """Give the shards to a run that begins; return whether there are any."""
-    kept = vars(module).pop(_ATTRIBUTE, None)
-    if kept is not None:
-        kept.remove()
-    return kept is not None
+    shards = vars(module).pop(_ATTRIBUTE, None)
+    if shards is not None:
+        shards.remove()
+    return shards is not None
 
 
 def refuse_other_processes(module: nn.Module, *, starts_processes: bool) -> None:
@@ -127,8 +127,8 @@ def refuse_other_processes(module: nn.Module, *, starts_processes: bool) -> None
     Raises:
         ConfigError: they are in processes that have ended, or the next run starts others.
     """
-    kept: KeptShards | None = vars(module).get(_ATTRIBUTE)
-    if kept is not None and (starts_processes or kept.process != os.getpid()):
+    shards: KeptShards | None = vars(module).get(_ATTRIBUTE)
+    if shards is not None and (starts_processes or shards.process != os.getpid()):
         rule = 'With checkpoint="sharded" weights stay in the processes of their ranks, and the next run has others'
         raise ConfigError("module", "a module whose weights the last run left in other processes", rule, _FIX)
 
@@ -146,24 +146,24 @@ def kept_plan(
     Raises:
         ConfigError: they are those of another layout, or in another process.
     """
-    kept: KeptShards | None = vars(module).get(_ATTRIBUTE)
-    if kept is None:
+    shards: KeptShards | None = vars(module).get(_ATTRIBUTE)
+    if shards is None:
         return None
     refuse_other_processes(module, starts_processes=False)
-    assert kept.plan is not None
-    if (kept.plan.layout, kept.plan.modalities, kept.plan.v_shaped) != (layout, modalities, v_shaped):
+    assert shards.plan is not None
+    if (shards.plan.layout, shards.plan.modalities, shards.plan.v_shaped) != (layout, modalities, v_shaped):
         rule = 'With checkpoint="sharded" each rank keeps the shards of its layout after a run, and this is another one'
-        raise ConfigError("modalities", _named(modalities), rule, f"Use {_named(kept.plan.modalities)}. {_FIX}")
-    if kept.plan.main_params != main_params:
+        raise ConfigError("modalities", _named(modalities), rule, f"Use {_named(shards.plan.modalities)}. {_FIX}")
+    if shards.plan.main_params != main_params:
         rule = 'With checkpoint="sharded" each rank keeps the shards of its run, and this one has other main parameters'
-        raise ConfigError("numerics.main_params", main_params, rule, f"Use {kept.plan.main_params!r}. {_FIX}")
-    return kept.plan
+        raise ConfigError("numerics.main_params", main_params, rule, f"Use {shards.plan.main_params!r}. {_FIX}")
+    return shards.plan
 
 
 def _named(modalities: Mapping[str, Modality]) -> dict[str, Any]:
     sizes = ["dp_size", "tp_size", "pp_size", "cp_size", "zero_stage", "dp_shard_size", "ep_size", "expert_tp_size"]
     return {
-        name: {size: value_of(one, size) for size in sizes}
-        | {field: got for feature in FEATURES for field, got in feature.said(one).items()}
-        for name, one in modalities.items()
+        name: {size: value_of(modality, size) for size in sizes}
+        | {field: value for feature in FEATURES for field, value in feature.said(modality).items()}
+        for name, modality in modalities.items()
     }

@@ -92,8 +92,8 @@ class KeptValues:
 
         Collective over ranks that share the layers of the last stage, where values are sharded over them.
         """
-        found = self._before.changes("self")
-        return found or []
+        changed = self._before.changes("self")
+        return changed or []
 
     def adopt(self, changes: list[Any]) -> None:
         """Put everything back, and make `changes`."""
@@ -121,11 +121,11 @@ class KeptState:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        modules = [one for one in module.modules() if not isinstance(one, (Metric, MetricCollection))]
-        self._attributes = [attributes_of(one, lambda name: name != HOOKED) for one in modules]
-        values = [value for one in modules for value in vars(one).values()]
+        modules = [part for part in module.modules() if not isinstance(part, (Metric, MetricCollection))]
+        self._attributes = [attributes_of(part, lambda name: name != HOOKED) for part in modules]
+        values = [value for part in modules for value in vars(part).values()]
         self._generators = [(value, _generator_state(value)) for value in values if isinstance(value, _GENERATORS)]
-        self._buffers = [(one._buffers, name, buffer) for one in modules for name, buffer in one._buffers.items()]
+        self._buffers = [(part._buffers, name, buffer) for part in modules for name, buffer in part._buffers.items()]
 
     def begin(self) -> None:
         """Let a run begin with everything as it was; may be called more than once."""
@@ -141,8 +141,8 @@ class KeptState:
             buffers[name] = buffer
 
     def _put_back(self) -> None:
-        for one in self._attributes:
-            one.restore()
+        for attributes in self._attributes:
+            attributes.restore()
         for generator, state in self._generators:
             _set_generator_state(generator, state)
 
@@ -181,9 +181,9 @@ def memory_kept(owner: Any) -> Iterator[tuple[str, Tensor]]:
 
     What torch computes anew from another parameter (spectral norm, pruning) is left out.
     """
-    for path, one in owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)]:
-        for key, value in vars(one).items():
-            is_made = key in _OF_LIGHTNING or f"{key}_orig" in vars(one).get("_parameters", {})
+    for path, part in owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)]:
+        for key, value in vars(part).items():
+            is_made = key in _OF_LIGHTNING or f"{key}_orig" in vars(part).get("_parameters", {})
             for leaf in () if is_made else tree_leaves(value):
                 if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f":
                     while isinstance(leaf.base, np.ndarray):  # of which the leaf is a part
@@ -219,17 +219,17 @@ class _Object:
             and self._counts(name, value)
         }
         self._marks.append(new)
-        for one in self._inside.values():
-            one.mark()
+        for part in self._inside.values():
+            part.mark()
 
     def join(self, samples: Sizes, apart: Collection[str] = ()) -> None:
         """Join what the marks tell, but for the entries in `apart`."""
         now = self._now()
-        inside = [one for name, one in self._inside.items() if name not in apart]
+        inside = [part for name, part in self._inside.items() if name not in apart]
         for name in self._inside.keys() & set(apart):
-            if isinstance(one := self._inside[name], _Row):
-                one.put_in_order(samples)
-        rows = [one for one in inside if isinstance(one, _Row)]
+            if isinstance(part := self._inside[name], _Row):
+                part.put_in_order(samples)
+        rows = [part for part in inside if isinstance(part, _Row)]
         marks = self._marks if len(self._marks) == len(samples) else []
         for name in {name: 0 for mark in marks for name in mark if isinstance(name, BatchNumber)}:  # of this batch
             now[name] = merge([detached(mark.get(name, self._values.get(name))) for mark in marks], samples)
@@ -260,9 +260,9 @@ class _Object:
         if not (isinstance(self.owner, dict) and _are_groups(rows, samples)):
             for row in rows:
                 row.join(samples)
-        for one in inside:
-            if not isinstance(one, _Row):
-                one.join(samples)
+        for part in inside:
+            if not isinstance(part, _Row):
+                part.join(samples)
 
     def _now(self) -> dict[Any, Any]:
         return self.owner if isinstance(self.owner, dict) else vars(self.owner)
@@ -275,8 +275,8 @@ class _Object:
         for name, value in self._values.items():
             if now.get(name, _MISSING) is not value:
                 now[name] = value
-        for one in self._inside.values():
-            one.restore()
+        for part in self._inside.values():
+            part.restore()
 
     def changes(self, where: str) -> list[Any] | None:
         now = {name: value for name, value in self._now().items() if self._counts(name, value)}
@@ -295,11 +295,11 @@ class _Object:
         now = self._now()
         for name in gone:
             now.pop(name, None)
-        for name, one in rows:
-            if one[0] == "set":
-                now[name] = one[1]
+        for name, inner_change in rows:
+            if inner_change[0] == "set":
+                now[name] = inner_change[1]
             elif name in self._inside:
-                self._inside[name].apply(one)
+                self._inside[name].apply(inner_change)
 
 
 class _Row:
@@ -313,8 +313,8 @@ class _Row:
     def mark(self) -> None:
         """Note all elements."""
         self.marks.append([*self.owner])
-        for one in self._inside.values():
-            one.mark()
+        for part in self._inside.values():
+            part.mark()
 
     def added(self) -> list[list[Any]]:
         """What each microbatch has appended."""
@@ -328,21 +328,21 @@ class _Row:
         """Make one element of each that was appended for all microbatches."""
         added, before = self.added(), self.marks[-1] if self.marks else self.values
         is_last = len(before) == len(self.owner) and all(map(is_, before, self.owner))
-        counts = [len(one) for one in added]
+        counts = [len(new) for new in added]
         if is_last and len(added) == len(samples) and 0 < max(counts) == min(counts) and counts != [*samples]:
             joined = [_joined(values, samples) for values in zip(*added, strict=True)]
-            if all(one is not _MISSING for one in joined):
+            if all(element is not _MISSING for element in joined):
                 self.owner.clear()
                 self.owner.extend([*self.values[_dropped(self.values, self.marks[0]) :], *joined])
         elif is_last:
             self.put_in_order(samples)
-        for one in self._inside.values():
-            one.join(samples)
+        for part in self._inside.values():
+            part.join(samples)
 
     def put_in_order(self, samples: Sizes) -> None:
         """Put the elements of dealt samples, of which each has one, into the order of the batch."""
         now, count = [*self.owner], sum(samples)
-        if [len(one) for one in self.added()] == [*samples] and samples.order is not None and len(now) >= count:
+        if [len(new) for new in self.added()] == [*samples] and samples.order is not None and len(now) >= count:
             self.owner.clear()
             self.owner.extend([*now[:-count], *samples.restored(now[-count:])])
 
@@ -350,23 +350,23 @@ class _Row:
         self.marks.clear()
         self.owner.clear()
         self.owner.extend(self.values)
-        for one in self._inside.values():
-            one.restore()
+        for part in self._inside.values():
+            part.restore()
 
     def changes(self, where: str) -> list[Any] | None:
         now, count = [*self.owner], len(self.values)
         if len(now) < count or not all(map(is_, now, self.values)):
             return ["replace", [_encoded(value, where) for value in now]]
-        inside = [[index, found] for index, one in self._inside.items() if (found := one.changes(f"{where}[{index}]"))]
+        inside = [[index, diff] for index, part in self._inside.items() if (diff := part.changes(f"{where}[{index}]"))]
         added = [_encoded(value, where) for value in now[count:]]
         return ["extend", added, inside] if added or inside else None
 
     def apply(self, change: list[Any]) -> None:
         if change[0] == "replace":
             self.owner.clear()
-        for index, one in change[2] if change[0] == "extend" else ():
+        for index, inner_change in change[2] if change[0] == "extend" else ():
             if index in self._inside:
-                self._inside[index].apply(one)
+                self._inside[index].apply(inner_change)
         self.owner.extend(change[1])
 
 
@@ -422,12 +422,12 @@ _Part = _Object | _Row | _Whole
 
 
 def _look_into(items: Any, depth: int) -> dict[Any, _Part]:
-    found: dict[Any, _Part] = {}
+    parts: dict[Any, _Part] = {}
     for name, value in items:
         part = _part(value, depth + 1)
         if part is not None:
-            found[name] = part
-    return found
+            parts[name] = part
+    return parts
 
 
 def _part(value: Any, depth: int) -> _Part | None:
@@ -456,7 +456,7 @@ def _dropped(before: list[Any], after: list[Any]) -> int:
 
 def _are_groups(rows: Sequence[_Row], samples: Sequence[int]) -> bool:
     """Whether each sample of the microbatches has an entry in one of the lists of a dict, as by its label."""
-    counts = [[len(one) for one in row.added()] for row in rows]
+    counts = [[len(new) for new in row.added()] for row in rows]
     return [sum(microbatch) for microbatch in zip(*counts, strict=True)] == [*samples]
 
 
@@ -473,10 +473,10 @@ def _can_join(value: Any, size: int) -> bool:
     if isinstance(value, Tensor):
         return not is_remote(value) and not isinstance(value, Sharded)
     if isinstance(value, dict):
-        return all(_can_join(one, size) or _is_plain(one, size) for one in value.values())
+        return all(_can_join(element, size) or _is_plain(element, size) for element in value.values())
     if isinstance(value, (list, tuple)):
-        texts = isinstance(value, list) and len(value) == size and all(isinstance(one, str) for one in value)
-        return texts or all(_can_join(one, size) or isinstance(one, int) for one in value)
+        texts = isinstance(value, list) and len(value) == size and all(isinstance(text, str) for text in value)
+        return texts or all(_can_join(element, size) or isinstance(element, int) for element in value)
     return isinstance(value, (float, BatchNumber))
 
 
@@ -513,17 +513,18 @@ def _are_reduced(values: Sequence[Any], samples: Sequence[int]) -> bool:
     """Whether tensors of the microbatches are unequal, and have neither rows nor columns for samples."""
     first, *others = values
     if not all(
-        isinstance(one, Tensor) and one.ndim and _can_join(one, size) for one, size in zip(values, samples, strict=True)
+        isinstance(value, Tensor) and value.ndim and _can_join(value, size)
+        for value, size in zip(values, samples, strict=True)
     ):
         return False
-    has_samples = any(size in one.shape[:2] for one, size in zip(values, samples, strict=True))
-    return not has_samples and any(one is not first and not torch.equal(one, first) for one in others)
+    has_samples = any(size in value.shape[:2] for value, size in zip(values, samples, strict=True))
+    return not has_samples and any(other is not first and not torch.equal(other, first) for other in others)
 
 
 def _may_be_constant(values: Sequence[Any]) -> bool:
     """Whether lists of all microbatches are equal and plain, as `list(images.shape)` is, which tells of no sample."""
     first = values[0]
-    is_plain = isinstance(first, list) and all(isinstance(one, (bool, int, float, str)) for one in first)
+    is_plain = isinstance(first, list) and all(isinstance(element, (bool, int, float, str)) for element in first)
     return is_plain and all(value == first for value in values)
 
 
@@ -533,8 +534,8 @@ def _hold_rows(value: Any, size: int) -> bool:
         return _can_join(value, size) and value.shape[:1] == (size,)
     if isinstance(value, (tuple, dict)):
         parts = [*value.values()] if isinstance(value, dict) else value
-        joins = all(_can_join(one, size) for one in parts if isinstance(one, Tensor))
-        return joins and any(_hold_rows(one, size) for one in parts)
+        joins = all(_can_join(part, size) for part in parts if isinstance(part, Tensor))
+        return joins and any(_hold_rows(part, size) for part in parts)
     return len(value) == size if isinstance(value, list) else np.shape(value)[:1] == (size,)
 
 
@@ -552,10 +553,10 @@ def _encoded(value: Any, where: str) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy() if value.dtype.kind in "biufcUS" else value.tolist()
     if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
-        plain = {key: _encoded(one, where) for key, one in value.items()}
+        plain = {key: _encoded(inner, where) for key, inner in value.items()}
         return plain if type(value).__module__ in ("builtins", "collections") else _sendable(value, where)
     if type(value) in (list, tuple, deque):
-        return (tuple if type(value) is tuple else list)(_encoded(one, where) for one in value)
+        return (tuple if type(value) is tuple else list)(_encoded(element, where) for element in value)
     return _sendable(value, where)
 
 

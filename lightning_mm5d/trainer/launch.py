@@ -93,19 +93,19 @@ def found_by_tuner(trainer: Trainer) -> Any:
     return callback.optimal_lr if isinstance(callback, LearningRateFinder) else callback.optimal_batch_size
 
 
-def take_found(trainer: Trainer, found: Any) -> None:
+def take_found(trainer: Trainer, tuner_result: Any) -> None:
     """Give the callback of a `Tuner`, and the module of this process, what was found in another one."""
     module, callback = trainer.lightning_module, _callback_of_tuner(trainer)
     if isinstance(callback, LearningRateFinder):
-        callback.optimal_lr = found
-        rate = found.suggestion() if private(callback, "_update_attr") else None
+        callback.optimal_lr = tuner_result
+        rate = tuner_result.suggestion() if private(callback, "_update_attr") else None
         if rate is not None:
             chosen = private(callback, "_attr_name")
             lightning_setattr(module, private(lr_finder, "_determine_lr_attr_name")(module, chosen), rate)
     elif callback is not None:
-        callback.optimal_batch_size = found
+        callback.optimal_batch_size = tuner_result
         if lightning_hasattr(module, private(callback, "_batch_arg_name")):
-            lightning_setattr(module, private(callback, "_batch_arg_name"), found)
+            lightning_setattr(module, private(callback, "_batch_arg_name"), tuner_result)
 
 
 def _callback_of_tuner(trainer: Trainer) -> LearningRateFinder | BatchSizeFinder | None:
@@ -264,15 +264,15 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
     @override
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        own = {_KEPT: has_kept_shards(trainer.lightning_module), _FOUND: found_by_tuner(trainer)}
-        return {**super().get_extra_results(trainer), **own}
+        extra = {_KEPT: has_kept_shards(trainer.lightning_module), _FOUND: found_by_tuner(trainer)}
+        return {**super().get_extra_results(trainer), **extra}
 
     @override
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         if extra.pop(_KEPT):
             left_elsewhere(trainer.lightning_module)
-        if (found := extra.pop(_FOUND)) is not None:
-            take_found(trainer, found)
+        if (tuner_result := extra.pop(_FOUND)) is not None:
+            take_found(trainer, tuner_result)
             self._already_fit &= False  # a tuner leaves everything as it was
         super().update_main_process_results(trainer, extra)
 
@@ -380,8 +380,8 @@ def cpu_threads(local_world_size: int) -> int:
 def check_lightning() -> None:
     """Raise ImportError, with the installed version, where a name or signature that this file relies on has changed."""
     for cls, method, parameters in _RELIED_ON:
-        found = getattr(cls, method, None)
-        if found is None or tuple(inspect.signature(found).parameters) != parameters:
+        function = getattr(cls, method, None)
+        if function is None or tuple(inspect.signature(function).parameters) != parameters:
             raise _moved(f"{cls.__name__}.{method}({', '.join(parameters[1:])})")
 
 
@@ -437,8 +437,8 @@ def check_checkpoint(
     words = "best" if path is None else os.fspath(path)
     if words.partition(":")[0] in ("best", "last", "hpc", "registry") or "://" in words or strategy.num_nodes > 1:
         return
-    prepares = [type(one).prepare_data for one in (strategy.lightning_module, trainer and trainer.datamodule) if one]  # type: ignore[attr-defined]
-    is_own = all(one.__module__.partition(".")[0] in ("lightning", "pytorch_lightning") for one in prepares)
+    hooks = [type(owner).prepare_data for owner in (strategy.lightning_module, trainer and trainer.datamodule) if owner]  # type: ignore[attr-defined]
+    is_own = all(hook.__module__.partition(".")[0] in ("lightning", "pytorch_lightning") for hook in hooks)
     if type(strategy.checkpoint_io) is not FullFileIO or not is_own:
         return
     place = resolve(os.path.expanduser(words))

@@ -160,8 +160,8 @@ class LogCapture:
         self.joined = JoinedMetrics(lambda: self._microbatch)
         with ExitStack() as stack:
             stack.callback(put(self._module, "log", self._record))
-            for index, one in enumerate([] if self._module._trainer is None else self._module._trainer.loggers):
-                stack.callback(put(one, "log_metrics", partial(self._record_direct, index)))
+            for index, logger in enumerate([] if self._module._trainer is None else self._module._trainer.loggers):
+                stack.callback(put(logger, "log_metrics", partial(self._record_direct, index)))
             for shown in _SHOWN:
                 stack.enter_context(read_by(shown, partial(self._earlier, shown)))
             yield self.joined
@@ -186,25 +186,25 @@ class LogCapture:
 
     def plain(self) -> dict[int, dict[tuple[LogOptions, int], LogCall]]:
         """Return the calls of each microbatch that log a number, and not what metrics count, by options and turn."""
-        found: dict[int, dict[tuple[LogOptions, int], LogCall]] = {}
+        plain_calls: dict[int, dict[tuple[LogOptions, int], LogCall]] = {}
         for index, calls in self._calls.items():
             seen: Counter[LogOptions] = Counter()
-            found[index] = {}
+            plain_calls[index] = {}
             for call in calls:
                 if call.options.metric_attribute is None and call.key not in self.joined.values:
-                    found[index][call.options, seen[call.options]] = call
+                    plain_calls[index][call.options, seen[call.options]] = call
                 seen[call.options] += 1
-        return found
+        return plain_calls
 
     @contextmanager
     def discarded(self) -> Iterator[None]:
         """Drop what is recorded inside the block."""
-        kept = dict(self._calls)
+        calls = dict(self._calls)
         try:
             with self.joined.left_out():
                 yield
         finally:
-            self._calls = kept
+            self._calls = calls
 
     def merge(self) -> list[MergedLog]:
         """The records merged over microbatches, in the order of first appearance; no communication.
@@ -370,8 +370,8 @@ def replay(module: LightningModule, merged: Sequence[MergedLog]) -> None:
             if value is not None:
                 set_step_value(metric, value)
             value = metric
-        given = {name: one for name, one in asdict(log.options).items() if not name.startswith("logger_")}
-        module.log(**given, value=value, batch_size=round(log.batch_size))
+        options = {name: option for name, option in asdict(log.options).items() if not name.startswith("logger_")}
+        module.log(**options, value=value, batch_size=round(log.batch_size))
     for (index, call), metrics in direct.items():
         module.trainer.loggers[index].log_metrics(metrics, steps[index, call])
 

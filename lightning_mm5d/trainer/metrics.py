@@ -131,10 +131,10 @@ class Kept(NamedTuple):
     @classmethod
     def take(cls, metric: Metric) -> Kept:
         """Take the states away from `metric`, which starts afresh; nothing is copied."""
-        kept = cls(metric, metric.metric_state, _others(metric))
+        states = cls(metric, metric.metric_state, _others(metric))
         for name, default in metric._defaults.items():
             setattr(metric, name, default.clone() if isinstance(default, Tensor) else [])
-        return kept
+        return states
 
     @classmethod
     def copied(cls, metric: Metric) -> Kept:
@@ -153,15 +153,15 @@ class Kept(NamedTuple):
 
 def _others(metric: Metric) -> dict[str, Any]:
     """What the metric holds beside its states: numbers, what a forward changes for its time, and an error leaves so."""
-    own = {name: value for name, value in vars(metric).items() if name not in metric._defaults}
+    attributes = {name: value for name, value in vars(metric).items() if name not in metric._defaults}
     kinds = (int, float, bool, Tensor)  # of a wrapper, as `Running` and `MinMaxMetric` have
-    kept = {name: value for name, value in own.items() if type(value) in kinds}
-    return kept | {name: getattr(metric, name) for name in (*_COUNTERS, *_CHANGED_BY_FORWARD)}
+    numbers = {name: value for name, value in attributes.items() if type(value) in kinds}
+    return numbers | {name: getattr(metric, name) for name in (*_COUNTERS, *_CHANGED_BY_FORWARD)}
 
 
 def _with_inner(metric: Metric) -> list[Kept]:
     """Copies of the states of a metric and of those that it wraps."""
-    return [Kept.copied(one) for one in metric.modules() if isinstance(one, Metric)]
+    return [Kept.copied(part) for part in metric.modules() if isinstance(part, Metric)]
 
 
 def is_synced(metric: Metric) -> bool:
@@ -267,9 +267,9 @@ class JoinedMetrics:
     def key(self, value: Any) -> Key | None:
         """Return the call of this microbatch that gave `value`, or the last one of a metric; None without one."""
         for number, calls in self._calls.items():
-            made = calls.by_microbatch.get(self._microbatch() or 0, [])
-            for place in reversed(range(len(made))):
-                if calls.metric is value or (isinstance(value, Tensor) and made[place].value is value):
+            microbatch_calls = calls.by_microbatch.get(self._microbatch() or 0, [])
+            for place in reversed(range(len(microbatch_calls))):
+                if calls.metric is value or (isinstance(value, Tensor) and microbatch_calls[place].value is value):
                     return number, place
         return None
 
@@ -277,28 +277,28 @@ class JoinedMetrics:
         """Count each metric's calls again, with the samples of all microbatches."""
         self._is_inside = True
         for number, calls in self._calls.items():
-            made = [calls.by_microbatch[index] for index in sorted(calls.by_microbatch)]
-            together = [_joined([call.given for call in same]) for same in zip(*made, strict=False)]
-            is_whole = len({*map(len, made)}) == 1 and None not in together
-            inner = {id(one.metric) for one in calls.before} - {number}
-            if len(made) < 2 or not is_whole or not calls.is_joined or not inner.isdisjoint(self._calls):
+            microbatches = [calls.by_microbatch[index] for index in sorted(calls.by_microbatch)]
+            together = [_joined([call.given for call in same]) for same in zip(*microbatches, strict=False)]
+            is_whole = len({*map(len, microbatches)}) == 1 and None not in together
+            inner = {id(states.metric) for states in calls.before} - {number}
+            if len(microbatches) < 2 or not is_whole or not calls.is_joined or not inner.isdisjoint(self._calls):
                 continue
             after = _with_inner(calls.metric)
-            for kept in calls.before:
-                kept.put_back()
+            for states in calls.before:
+                states.put_back()
             try:
                 for place, (args, kwargs) in enumerate(together):
-                    value = made[0][place].original(*args, **kwargs)
+                    value = microbatches[0][place].original(*args, **kwargs)
                     if isinstance(value, Tensor):
                         self.values[number, place] = value
             except Exception:  # it counts by microbatches, as it did without an error
-                for kept in after:
-                    kept.put_back()
+                for states in after:
+                    states.put_back()
 
 
-def _joined(given: Sequence[Any]) -> Any:
+def _joined(calls: Sequence[Any]) -> Any:
     """The arguments of calls with the samples of all; None where something of them is not by sample."""
-    flat = [tree_flatten(one) for one in given]
+    flat = [tree_flatten(call) for call in calls]
     leaves = [_cat(same) for same in zip(*(leaves for leaves, _ in flat), strict=False)]
     same = all(spec == flat[0][1] for _, spec in flat) and not any(leaf is None for leaf in leaves)
     return tree_unflatten(leaves, flat[0][1]) if same else None
@@ -376,23 +376,23 @@ class MetricSync:
                     " its step value covers this replica only.",
                     stacklevel=2,
                 )
-            own = {"sync": partial(self._sync, metric)}
+            methods = {"sync": partial(self._sync, metric)}
             if self._guard is not None:
-                own |= {
+                methods |= {
                     "forward": partial(self._forward, metric),
                     "update": partial(self._update, metric, metric.update),
                     "reset": partial(self._reset, metric),
                 }
-            self._undo.append((metric, {name: vars(metric)[name] for name in own if name in vars(metric)}))
-            vars(metric).update(own)
+            self._undo.append((metric, {name: vars(metric)[name] for name in methods if name in vars(metric)}))
+            vars(metric).update(methods)
             self._metrics.append(metric)
 
     def detach(self) -> None:
         """Give the attached metrics their stock sync back (a process group cannot be pickled)."""
-        for metric, own in self._undo:
+        for metric, earlier in self._undo:
             for name in ("sync", "forward", "update", "reset"):
                 vars(metric).pop(name, None)
-            vars(metric).update(own)
+            vars(metric).update(earlier)
         self._undo.clear()
         self._metrics.clear()
         self._trackers.clear()
@@ -421,18 +421,18 @@ class MetricSync:
             return original(*args, **kwargs)
         if guard is None or guard.ends_here is not False:
             return self._call(metric, original, args, kwargs)
-        kept = [Kept.take(part) for part in metric.modules() if isinstance(part, Metric)]
-        own = {id(one.metric) for one in kept}
-        self._thrown_away |= own
+        taken = [Kept.take(part) for part in metric.modules() if isinstance(part, Metric)]
+        metric_ids = {id(states.metric) for states in taken}
+        self._thrown_away |= metric_ids
         try:
             return original(*args, **kwargs)
         except Exception:  # the stage that keeps the value raises what is an error there
             origin = Origin(type(metric).__name__, guard)
             return remote_value((), torch.get_default_dtype(), metric.device, origin, requires_grad=False)
         finally:
-            self._thrown_away -= own
-            for one in reversed(kept):  # a wrapper's states may be those of the metric inside
-                one.put_back()
+            self._thrown_away -= metric_ids
+            for states in reversed(taken):  # a wrapper's states may be those of the metric inside
+                states.put_back()
 
     @contextmanager
     def local(self, joined: JoinedMetrics | None = None, *, meets: bool = False) -> Iterator[None]:
@@ -467,12 +467,12 @@ class MetricSync:
 
         A rank with several stages runs the step of one microbatch once for each; only one of these runs counts.
         """
-        kept = [Kept.take(metric) for metric in self._metrics]
+        taken = [Kept.take(metric) for metric in self._metrics]
         try:
             yield
         finally:
-            for one in reversed(kept):  # a wrapper's states may be those of the metric inside
-                one.put_back()
+            for states in reversed(taken):  # a wrapper's states may be those of the metric inside
+                states.put_back()
 
     def restart(self) -> None:
         """Let all metrics start afresh, within `discarded`."""

@@ -120,7 +120,7 @@ class Optimization:
         self._is_plain, self._device = is_plain, device
         self.syncs = True
         self._unsynced = self._summed = self._is_share_shown = self._is_in_backward = self._has_fresh = False
-        self._kept: list[Tensor | None] = []  # sums of earlier steps that were not zeroed, within an accumulation
+        self._unzeroed: list[Tensor | None] = []  # sums of earlier steps that were not zeroed, within an accumulation
         self._has_own_factor: bool | None = None
         self._clipper: Precision | None = None
         self._names = names_of(module)
@@ -137,14 +137,14 @@ class Optimization:
 
     def drop_old_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Free gradients that Lightning is about to zero, or two sets of them would be held."""
-        for one in self.around:
-            one.begin(optimizers)
+        for feature in self.around:
+            feature.begin(optimizers)
         module, trainer = self._module, self._module.trainer
         is_stock = type(module).optimizer_zero_grad is pl.LightningModule.optimizer_zero_grad
         # hooks before it may look at them
         is_stock &= type(module).on_before_zero_grad is pl.LightningModule.on_before_zero_grad
         callbacks = vars(trainer)["callbacks"]
-        is_stock &= all(type(one).on_before_zero_grad is pl.Callback.on_before_zero_grad for one in callbacks)
+        is_stock &= all(type(callback).on_before_zero_grad is pl.Callback.on_before_zero_grad for callback in callbacks)
         if is_stock and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             for optimizer in optimizers:
                 optimizer.zero_grad()
@@ -156,9 +156,9 @@ class Optimization:
         """
         if self._has_own_factor is None:
             # agreed once: callbacks may be those of one rank
-            found = torch.tensor(float(not self._is_stock(precision)), device=message_device(self._device))
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-            self._has_own_factor = bool(found)
+            has_own_factor = torch.tensor(float(not self._is_stock(precision)), device=message_device(self._device))
+            dist.all_reduce(has_own_factor, dist.ReduceOp.MAX)
+            self._has_own_factor = bool(has_own_factor)
         is_known = not (self._has_own_factor or self._hooks.exist())
         self._summed = is_known and self.syncs
         shares = any(modality.shared_stage for modality in self._plan.modalities.values())
@@ -175,7 +175,7 @@ class Optimization:
         return (
             type(self._module).backward is pl.LightningModule.backward
             and type(self._module).on_before_backward is pl.LightningModule.on_before_backward
-            and all(type(one).on_before_backward is pl.Callback.on_before_backward for one in callbacks)
+            and all(type(callback).on_before_backward is pl.Callback.on_before_backward for callback in callbacks)
             and type(precision).__module__.startswith("lightning.")
         )
 
@@ -232,7 +232,7 @@ class Optimization:
         """
         if not self.syncs and not self._hooks.exist():
             if not self._unsynced:
-                self._kept = self._gradients.take()
+                self._unzeroed = self._gradients.take()
             self._unsynced = True
             with self._laid():
                 yield
@@ -240,8 +240,8 @@ class Optimization:
                 self.show_shares(shown=True)
             return
         summed, self._summed = self._summed, False
-        older = self._kept if self._unsynced else self._gradients.take()
-        self._kept = []
+        older = self._unzeroed if self._unsynced else self._gradients.take()
+        self._unzeroed = []
         if self._is_plain:
             reduction = self._gradients.reduction(is_early=not self._hooks.exist())
             with self._laid(), reduction.watched(self._gradients.parameters):
@@ -253,9 +253,9 @@ class Optimization:
             if not summed:
                 self._gradients.reduce()  # a schedule has given each replica its share of the loss
         self._unsynced = False
-        for one in self._gradients.shared.all:
-            if has_hooks(one.parameter):
-                raise hooked(self._names[id(one.parameter)], one.shard)
+        for shared in self._gradients.shared.all:
+            if has_hooks(shared.parameter):
+                raise hooked(self._names[id(shared.parameter)], shared.shard)
         values = KeptValues(self._module) if self._plan.topology.edges and self._hooks.exist() else None
         with nullcontext() if self._is_plain else called(self._gradients.parameters):
             if older:
@@ -281,7 +281,7 @@ class Optimization:
             replicas = 1 if self._is_plain else self._plan.layout.num_replicas
             if replicas > 1:  # of which each has its own mean
                 given = [tensors] if isinstance(tensors, Tensor) else tensors
-                tensors = [one / replicas for one in given]
+                tensors = [tensor / replicas for tensor in given]
             with self.synced():
                 original(tensors, *args, **kwargs)
 
@@ -312,20 +312,20 @@ class Optimization:
 
     def _has_hooks_after_backward(self) -> bool:
         trainer: Any = self._module.trainer
-        hooks = [one.on_after_backward for one in (self._module, *trainer.callbacks)]
+        hooks = [owner.on_after_backward for owner in (self._module, *trainer.callbacks)]
         unset = (pl.LightningModule.on_after_backward, pl.Callback.on_after_backward)
         return any(getattr(hook, "__func__", hook) not in unset for hook in hooks)
 
     @cached_property
     def _late(self) -> dict[int, list[nn.Parameter]]:
         """This rank's parameters whose gradients an accumulation sums at its last batch, by the number of ranks."""
-        found: dict[int, list[nn.Parameter]] = {}
+        by_ranks: dict[int, list[nn.Parameter]] = {}
         for parameter in self._gradients.parameters:
             name, rank = self._names[id(parameter)], dist.get_rank()
             if name in self._plan.shapes and is_summed_late(self._plan, name):
                 shards = self._plan.ownership.ranks_by_shard(name)
-                found.setdefault(max(len(ranks) for ranks in shards if rank in ranks), []).append(parameter)
-        return found
+                by_ranks.setdefault(max(len(ranks) for ranks in shards if rank in ranks), []).append(parameter)
+        return by_ranks
 
     @contextmanager
     def _laid(self) -> Generator[None, None, None]:
@@ -349,8 +349,8 @@ class Optimization:
         self._check_known(optimizer)
         calls, has_scaler = 0, getattr(precision, "scaler", None) is not None
         with ExitStack() as stack:
-            for one in self.around:
-                stack.enter_context(one.stepping(optimizer))
+            for feature in self.around:
+                stack.enter_context(feature.stepping(optimizer))
 
             def agreed() -> Any:
                 nonlocal calls
@@ -358,8 +358,8 @@ class Optimization:
                 if calls > 1:
                     self._check_repeats(optimizer)
                 result = closure()
-                for one in self.around if calls == 1 else ():
-                    one.ready(optimizer, is_scaled=has_scaler)
+                for feature in self.around if calls == 1 else ():
+                    feature.ready(optimizer, is_scaled=has_scaler)
                 if has_scaler:
                     stack.enter_context(self._with_gradient(optimizer))
                     self._agree_on_overflow(optimizer)
@@ -443,12 +443,12 @@ class Optimization:
         """Return the norm of the gradients of `names`, or of all, over all ranks; collective."""
         parameters = self._gradients.parameters
         if names is not None:
-            own = dict(self._module.named_parameters(remove_duplicate=False))
-            if unknown := [name for name in names if name not in own]:
+            named = dict(self._module.named_parameters(remove_duplicate=False))
+            if unknown := [name for name in names if name not in named]:
                 rule = "Names are those of module.named_parameters()"
-                raise ConfigError("grad_norm.names", unknown[0], rule, f"Use one such as {next(iter(own), '')!r}")
-            chosen = {id(own[name]) for name in names}
-            parameters = tuple(one for one in parameters if id(one) in chosen)
+                raise ConfigError("grad_norm.names", unknown[0], rule, f"Use one such as {next(iter(named), '')!r}")
+            chosen = {id(named[name]) for name in names}
+            parameters = tuple(parameter for parameter in parameters if id(parameter) in chosen)
         if self.is_unsummed:
             held = dict(self._module.named_parameters()) if names is None else names
             if late := next((n for n in held if n in self._plan.shapes and is_summed_late(self._plan, n)), None):

@@ -64,13 +64,13 @@ class StepBackwards:
     def _gradients(
         self, partial: Mapping[int, str], original: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        given = [inputs] if isinstance(inputs, torch.Tensor) else [*inputs]
-        names = [partial[id(one)] for one in given if id(one) in partial]
+        tensors = [inputs] if isinstance(inputs, torch.Tensor) else [*inputs]
+        names = [partial[id(tensor)] for tensor in tensors if id(tensor) in partial]
         if names and threading.get_ident() in self._threads:
             rule = "Ranks share the sequences that it works on, and each has the gradient of its own part"
             fix = "Set cp_size to 1 and sequence_parallel to false, or ask for that of a tensor that the step computes"
             raise ConfigError("training_step", f"torch.autograd.grad(..., {names[0]})", rule, fix)
-        return original(outputs, given, *args, **kwargs)
+        return original(outputs, tensors, *args, **kwargs)
 
 
 @contextmanager

@@ -111,13 +111,13 @@ def agreed_name(store: dist.Store, *, rank: int, world_size: int, timeout: timed
     Raises:
         RankLostError: a rank did not come within the timeout.
     """
-    own = uuid.uuid4().hex
+    token = uuid.uuid4().hex
     end = time.monotonic() + timeout.total_seconds()
     if rank > 0:
-        store.set(f"asks {rank}", own)
+        store.set(f"asks {rank}", token)
         for pause in pauses():
-            if store.check([f"answer {own}"]):
-                name = store.get(f"answer {own}").decode()
+            if store.check([f"answer {token}"]):
+                name = store.get(f"answer {token}").decode()
                 store.set(f"{name} heard by {rank}", "")
                 return name
             if time.monotonic() > end:
@@ -126,12 +126,12 @@ def agreed_name(store: dist.Store, *, rank: int, world_size: int, timeout: timed
     away = set(range(1, world_size))
     for pause in pauses():
         for other in sorted(away):
-            if store.check([f"{own} heard by {other}"]):
+            if store.check([f"{token} heard by {other}"]):
                 away.remove(other)
             elif store.check([f"asks {other}"]):
-                store.set(f"answer {store.get(f'asks {other}').decode()}", own)
+                store.set(f"answer {store.get(f'asks {other}').decode()}", token)
         if not away:
-            return own
+            return token
         if time.monotonic() > end:
             raise RankLostError(f"{ranks_of(sorted(away))} did not come to this round of torchrun within {timeout}")
         time.sleep(pause)
@@ -291,8 +291,8 @@ def agreed_seed(device: torch.device) -> int:
 
 def random_states_agree(device: torch.device) -> bool:
     """Return whether random generators have the same state on all ranks; collective."""
-    own = seed_of(_digest(packed_state()))
-    ends = torch.tensor([own, -own], device=message_device(device))
+    seed = seed_of(_digest(packed_state()))
+    ends = torch.tensor([seed, -seed], device=message_device(device))
     dist.all_reduce(ends, dist.ReduceOp.MAX)
     return bool(ends.sum() == 0)
 
@@ -345,8 +345,8 @@ def device_mesh(layout: Layout, modality: str, groups: Groups, device: torch.dev
     groups.make(wish for rows in wishes.values() for wish in rows)
     if rank not in ranks:
         return None
-    own = [groups.get(next(one for one in rows if rank in one.ranks).ranks, rows[0].tag) for rows in wishes.values()]
-    held: list[ProcessGroup] = [group for group in own if group is not None]
+    by_dim = [groups.get(next(row for row in rows if rank in row.ranks).ranks, rows[0].tag) for rows in wishes.values()]
+    held: list[ProcessGroup] = [group for group in by_dim if group is not None]
     if len(held) == 1:
         return DeviceMesh.from_group(held[0], device.type, mesh_dim_names=tuple(lengths))
     return DeviceMesh.from_group(held, device.type, mesh=torch.from_numpy(mesh), mesh_dim_names=tuple(lengths))

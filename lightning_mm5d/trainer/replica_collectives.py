@@ -76,12 +76,12 @@ class ReplicaCollectives:
         if name not in ("mean", "avg", "sum", "max", "min", "none"):
             rule = "Replicas are reduced by mean, sum, max or min"
             raise ConfigError("strategy.reduce(reduce_op)", reduce_op, rule, "Use one of these, or all_gather")
-        own = carried(tensor.detach())
+        local = carried(tensor.detach())
         if name in ("max", "min"):
-            result = own.clone()
+            result = local.clone()
             dist.all_reduce(result, dist.ReduceOp.MAX if name == "max" else dist.ReduceOp.MIN)
             return result.to(tensor.device)
-        result = own.clone() if self._rank in self._sources else torch.zeros_like(own)
+        result = local.clone() if self._rank in self._sources else torch.zeros_like(local)
         dist.all_reduce(result)
         result = result.to(tensor.device)
         return result / len(self._sources) if name in ("mean", "avg") else result
@@ -103,17 +103,17 @@ class ReplicaCollectives:
             raise ConfigError("self.all_gather", list(tensor.shape), rule, fix)
         active = None if self._runtime is None else self._runtime.active
         if active is None:
-            own = carried(tensor.detach())
-            everywhere = [torch.empty_like(own) for _ in range(self._world_size)]
-            dist.all_gather(everywhere, own)
+            local = carried(tensor.detach())
+            everywhere = [torch.empty_like(local) for _ in range(self._world_size)]
+            dist.all_gather(everywhere, local)
             return torch.stack([everywhere[rank] for rank in self._sources]).to(tensor.device)
         if not active.stage.is_last or self._loss_group is None:
             return torch.stack([tensor] * len(self._sources))
-        own = carried(tensor if sync_grads else tensor.detach(), self._loss_group)
+        local = carried(tensor if sync_grads else tensor.detach(), self._loss_group)
         if sync_grads:
-            return torch.stack(list(all_gather(own, self._loss_group))).to(tensor.device)
-        gathered = [torch.empty_like(own) for _ in self._sources]
-        dist.all_gather(gathered, own, group=self._loss_group)
+            return torch.stack(list(all_gather(local, self._loss_group))).to(tensor.device)
+        gathered = [torch.empty_like(local) for _ in self._sources]
+        dist.all_gather(gathered, local, group=self._loss_group)
         return torch.stack(gathered).to(tensor.device)
 
 

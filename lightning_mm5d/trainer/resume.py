@@ -130,12 +130,12 @@ class Resume:
 
     def on_validation(self, trainer: pl.Trainer) -> None:
         """Draw what a validation in the midst of training draws on one process."""
-        stream = None if self._watch is None or trainer.sanity_checking else self._watch.stream
-        for one in tree_leaves(trainer.val_dataloaders, is_leaf=lambda one: isinstance(one, DataLoader)):
-            if isinstance(one, Resumable) and one.reseeds_generator:
-                if stream is not None:
-                    stream.pass_over(one.served_indices, seeds_workers=one.seeds_workers(not one.has_validated))
-                one.has_validated = True
+        draws = None if self._watch is None or trainer.sanity_checking else self._watch.stream
+        for loader in tree_leaves(trainer.val_dataloaders, is_leaf=lambda leaf: isinstance(leaf, DataLoader)):
+            if isinstance(loader, Resumable) and loader.reseeds_generator:
+                if draws is not None:
+                    draws.pass_over(loader.served_indices, seeds_workers=loader.seeds_workers(not loader.has_validated))
+                loader.has_validated = True
 
     # --- saving ---
 
@@ -170,20 +170,21 @@ class Resume:
             positions = [replace(position, epoch=position.epoch - 1) for position in positions]
         states, orders = (all_states(device), {}) if self._watch is None else self._watch.states(steps)
         positions = [
-            replace(one, now=one.now | orders) if orders.keys() <= one.now.keys() else one for one in positions
+            replace(position, now=position.now | orders) if orders.keys() <= position.now.keys() else position
+            for position in positions
         ]
-        said = {
+        saved = {
             "format": 1,
             "seed": seed,
             "layout": layout,
             "loaders": [position.saved() for position in positions],
             "random": _all_gathered(pack_states(states), wire),
         }
-        checkpoint[KEY] = {**checkpoint.get(KEY, {}), RESUME: said}
+        checkpoint[KEY] = {**checkpoint.get(KEY, {}), RESUME: saved}
         loops["state_dict"].pop(_COMBINED, None)
-        own = [next(iter(position.own.values())) for position in positions if position.kind == "stateful"]
-        if own and all(state is not None for state in own):  # as plain Lightning saves and expects it
-            loops["state_dict"][_COMBINED] = own
+        own_states = [next(iter(position.own.values())) for position in positions if position.kind == "stateful"]
+        if own_states and all(state is not None for state in own_states):  # as plain Lightning saves and expects it
+            loops["state_dict"][_COMBINED] = own_states
 
     # --- loading ---
 
@@ -246,7 +247,7 @@ class Resume:
 
 def training_loaders(trainer: pl.Trainer) -> Iterator[Resumable]:
     """Yield the training dataloaders of a run in Lightning's order; none before they are made."""
-    for loader in tree_leaves(trainer.train_dataloader, is_leaf=lambda one: isinstance(one, Resumable)):
+    for loader in tree_leaves(trainer.train_dataloader, is_leaf=lambda leaf: isinstance(leaf, Resumable)):
         if isinstance(loader, Resumable):
             yield loader
 
@@ -307,7 +308,7 @@ def _begins_epoch(trainer: pl.Trainer, loops: dict[str, Any]) -> bool:
 
 def _place_loaders(trainer: pl.Trainer, loaders: list[Resumable], saved: Mapping[str, Any]) -> None:
     """Have dataloaders go on where those of a checkpoint were."""
-    positions = [Position.load(one) for one in saved["loaders"]]
+    positions = [Position.load(fields) for fields in saved["loaders"]]
     if len(positions) != len(loaders):
         rule = f"The checkpoint was saved with {len(positions)}"
         raise ConfigError("train_dataloader", f"{len(loaders)} dataloaders", rule, "Return the same dataloaders")
@@ -376,17 +377,17 @@ def _gathered(position: Position, wire: torch.device) -> Position:
     """
     if position.kind != "stateful" or not dist.is_initialized():
         return position
-    own = dict(position.own)
+    states = dict(position.own)
     failed: str | None = None
     for src in range(1, dist.get_world_size()):
         try:
             if dist.get_rank() == src:
                 send_tree(position.own, 0, wire)
             elif dist.get_rank() == 0:
-                own = {**receive_tree(src, wire), **own}
+                states = {**receive_tree(src, wire), **states}
         except ValueError as error:
             failed = str(error)
     if failed is not None:
         rule = "A checkpoint holds tensors and plain values"
         raise ConfigError("dataloader.state_dict()", failed, rule, "Return such values")
-    return with_own(position, own)
+    return with_own(position, states)

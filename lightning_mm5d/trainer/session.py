@@ -111,7 +111,9 @@ class Session:
         shards = DataShards(plan)
         self.is_plain = plan.topology.is_replicated and options.num_microbatches == 1 and not shards.exist
         self.is_plain &= self._batch_parts.counts_equally or plan.layout.num_replicas == 1
-        self.is_plain &= plan.main_params is None and not any(one.needs_schedule(plan) for one in options.features)
+        self.is_plain &= plan.main_params is None and not any(
+            feature.needs_schedule(plan) for feature in options.features
+        )
         self.plan = plan
         self._module, self._options = module, options
         self._groups = options.groups(options.timeout, device=message_device(options.device))
@@ -321,8 +323,8 @@ class Session:
 
     def stepped(self) -> None:
         """Take note that an optimizer has stepped."""
-        for one in self.optimization.around:
-            one.stepped()
+        for feature in self.optimization.around:
+            feature.stepped()
 
     def writes(self) -> bool | None:
         """Return whether the step that is under way writes files for all ranks here; None outside of steps."""
@@ -377,10 +379,10 @@ class Session:
             targets: ranks that get the full weights; without any, all ranks keep their shards.
             failed: whether the run has failed, after which nothing can be gathered.
         """
-        for one in self._attached:
-            one.leave(targets, failed=failed)
-        for one in reversed(self._attached):
-            one.remove()
+        for attached in self._attached:
+            attached.leave(targets, failed=failed)
+        for attached in reversed(self._attached):
+            attached.remove()
         self._cut.remove()
         self._metrics.detach()
         self.optimization.remove()
@@ -404,8 +406,8 @@ class Session:
                 keep_shards(self._module, self.plan)
                 share_buffers(self._module, self.plan, wire=wire, buffers=self.buffers)
         dist.barrier()
-        for one in self._attached:
-            one.finish()
+        for attached in self._attached:
+            attached.finish()
         if self._transport is not None:
             self._transport.close()
         dist.barrier()

@@ -74,17 +74,17 @@ def configuration(strategy: object, trainer: pl.Trainer, module: pl.LightningMod
         trainer: after its own checks.
         module: before `setup` and `configure_model`.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for field in _arguments(type(strategy)):
         for name in (field, f"_{field}"):
             if hasattr(strategy, name):
-                found |= _flat(field, getattr(strategy, name))
+                settings |= _flat(field, getattr(strategy, name))
                 break
-    found |= {f"Trainer.{name}": _plain(getattr(trainer, name)) for name in _TRAINER}
+    settings |= {f"Trainer.{name}": _plain(getattr(trainer, name)) for name in _TRAINER}
     by_time = private(trainer, "_val_check_time_interval")  # without it `val_check_interval` counts batches
-    found["Trainer.val_check_interval"] = _plain(trainer.val_check_interval if by_time is None else f"{by_time} s")
+    settings["Trainer.val_check_interval"] = _plain(trainer.val_check_interval if by_time is None else f"{by_time} s")
     callbacks = [callback for callback in vars(trainer)["callbacks"] if isinstance(callback, _COLLECTIVE)]
-    found |= {
+    settings |= {
         "LightningModule": type(module).__qualname__,
         "Trainer method": trainer.state.fn,
         "Trainer.callbacks": sorted(callback.state_key for callback in callbacks),
@@ -93,8 +93,8 @@ def configuration(strategy: object, trainer: pl.Trainer, module: pl.LightningMod
         "PL_GLOBAL_SEED": os.environ.get("PL_GLOBAL_SEED"),
         "source of lightning_mm5d": package_digest(),
     }
-    found |= {f"version of {name}": found_version for name in _PACKAGES if (found_version := _version(name))}
-    return found | {f"source of {name}": digest for name, digest in _sources(module).items()}
+    settings |= {f"version of {name}": found_version for name in _PACKAGES if (found_version := _version(name))}
+    return settings | {f"source of {name}": digest for name, digest in _sources(module).items()}
 
 
 def structure(module: nn.Module, plan: Plan | None = None) -> dict[str, Any]:
@@ -104,18 +104,18 @@ def structure(module: nn.Module, plan: Plan | None = None) -> dict[str, Any]:
         module: as it is on this rank.
         plan: all stages where the module may hold shards; None where it is whole.
     """
-    found: dict[str, Any] = {}
+    descriptions: dict[str, Any] = {}
     holdings = None if plan is None else Holdings(plan, module)
     for path, part in module.named_modules():
         name = path or "the module"
-        found[name] = type(part).__name__
+        descriptions[name] = type(part).__name__
         with suppress(Exception):  # a class of the user's own may not be ready to describe itself
-            found[name] = _text(f"{type(part).__name__}({_settings(part, path, holdings)})")
+            descriptions[name] = _text(f"{type(part).__name__}({_settings(part, path, holdings)})")
     for name, parameter in module.named_parameters(remove_duplicate=False):
         form = _form(parameter, name, holdings)
-        found[name] = f"{form} {'trained' if parameter.requires_grad else 'frozen'}"
+        descriptions[name] = f"{form} {'trained' if parameter.requires_grad else 'frozen'}"
     buffers = module.named_buffers(remove_duplicate=False)
-    return found | {name: _form(buffer, name, holdings) for name, buffer in buffers}
+    return descriptions | {name: _form(buffer, name, holdings) for name, buffer in buffers}
 
 
 def layout_fields(
@@ -126,9 +126,9 @@ def layout_fields(
     return {
         "world_size": layout.size,
         "modalities": {
-            name: {"dp": one.dp, "tp": one.tp, "cp": one.cp, "pp": one.pp}
+            name: {"dp": axes.dp, "tp": axes.tp, "cp": axes.cp, "pp": axes.pp}
             | ({"pipelines": list(layout.pipelines[name])} if name in layout.pipelines else {})
-            for name, one in sizes.items()
+            for name, axes in sizes.items()
         },
         "schedule": _text(schedule),
         **({"num_microbatches": microbatches} if size is None else {"microbatch_size": size}),
@@ -137,24 +137,24 @@ def layout_fields(
 
 def loader(dataloader: object) -> dict[str, Any]:
     """Return what ranks must agree on in a dataloader: batch size, and how samples are distributed over replicas."""
-    found: dict[str, Any] = {"dataloader": type(dataloader).__name__}
+    fields: dict[str, Any] = {"dataloader": type(dataloader).__name__}
     if isinstance(dataloader, DataLoader):
-        found |= {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
+        fields |= {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
         sampler = dataloader.sampler
         if isinstance(sampler, DistributedSampler):
-            found |= {
+            fields |= {
                 "number of samples": len(dataloader.dataset),  # type: ignore[arg-type]
                 "num_replicas": sampler.num_replicas,
                 "shuffle": sampler.shuffle,
                 "seed of the sampler": sampler.seed,
             }
-    return found
+    return fields
 
 
-def optimizers(found: Iterable[Optimizer]) -> dict[str, Any]:
+def optimizers(instances: Iterable[Optimizer]) -> dict[str, Any]:
     """Return class and settings of each optimizer's groups."""
     stated: dict[str, Any] = {}
-    for number, optimizer in enumerate(found):
+    for number, optimizer in enumerate(instances):
         inner = getattr(optimizer, "optimizer", optimizer)
         stated[f"optimizer {number}"] = type(inner).__name__
         for index, group in enumerate(inner.param_groups):
@@ -168,18 +168,18 @@ def optimizers(found: Iterable[Optimizer]) -> dict[str, Any]:
 
 def _arguments(cls: type) -> list[str]:
     """Return the arguments of the constructors of `cls` and its bases, but those that the trainer sets; no groups."""
-    found = (inspect.signature(base.__init__).parameters for base in cls.__mro__ if "__init__" in vars(base))  # type: ignore[misc]
+    signatures = (inspect.signature(base.__init__).parameters for base in cls.__mro__ if "__init__" in vars(base))  # type: ignore[misc]
     grouped = [name for group in OF_STRATEGY.values() for name in names_of(group)]
-    names = dict.fromkeys([*(name for names in found for name in names), *grouped])
+    names = dict.fromkeys([*(name for names in signatures for name in names), *grouped])
     return [name for name in names if name not in {*_SET_BY_TRAINER, *OF_STRATEGY}]
 
 
 def _settings(part: nn.Module, path: str, holdings: Holdings | None) -> str:
     """Return what a module says of itself, with full parameters: some norms name the shape of what this rank holds."""
-    held = {name: one for name, one in part._parameters.items() if one is not None and not is_lazy(one)}
+    held = {name: tensor for name, tensor in part._parameters.items() if tensor is not None and not is_lazy(tensor)}
     if holdings is None:
         return part.extra_repr()
-    full = {name: holdings.full_shape(f"{path}.{name}".lstrip("."), one.shape) for name, one in held.items()}
+    full = {name: holdings.full_shape(f"{path}.{name}".lstrip("."), tensor.shape) for name, tensor in held.items()}
     try:
         for name, shape in full.items():
             if shape != held[name].shape:
@@ -201,7 +201,7 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {path: one for key, inner in value.items() for path, one in _flat(f"{name}.{key}", inner).items()}
+        return {path: leaf for key, inner in value.items() for path, leaf in _flat(f"{name}.{key}", inner).items()}
     if name == "schedule" and is_table(value):
         digest = hashlib.blake2b(table_text(value).encode(), digest_size=4).hexdigest()
         return {name: f"a table with digest {digest}"}
@@ -232,7 +232,7 @@ def _plain(value: Any) -> Any:
 def _text(value: object) -> str:
     """Return what a value says of itself, without addresses and numbers of devices, and with sets in one order."""
     text = _RANK_DEPENDENT.sub("", str(value))
-    return _SET.sub(lambda found: f"{{{', '.join(sorted(found[1].split(', ')))}}}", text)
+    return _SET.sub(lambda match: f"{{{', '.join(sorted(match[1].split(', ')))}}}", text)
 
 
 def _version(package: str) -> str | None:

@@ -179,8 +179,8 @@ class Steps:
         self._tokens: dict[str, bool] = {}  # whether they count, by step
         self._writing: dict[str, bool] = {}  # whether it writes to its batch in place, by step
         self._has_trained = False
-        self._own = next((number for number, replica in replicas.items() if replica.ends_here), None)
-        self.writes = self._own == 0 and replicas[0].src == rank
+        self._own_replica = next((number for number, replica in replicas.items() if replica.ends_here), None)
+        self.writes = self._own_replica == 0 and replicas[0].src == rank
         self._evaluated = set[Hashable]()  # evaluation steps and dataloaders whose first batch was looked at
         self._joined = set[str]()  # steps whose results were joined
         self._named = list(module.named_parameters(remove_duplicate=False))
@@ -251,7 +251,7 @@ class Steps:
             if older is not None:
                 self._gradients.put(older)
         merged = None
-        if self._own is not None:
+        if self._own_replica is not None:
             loss, has_graph = self._mean_loss(step)
             merged = dataclasses.replace(self._merged(step, loss, values), has_graph=has_graph)
         result = self._shown(self._share(parts, merged), values)
@@ -316,12 +316,12 @@ class Steps:
             step.kept = values
             step.forgives = (StageError, RemoteParameterError) if undo is not None and self._plan.topology.edges else ()
             self.run(step, frozenset())
-            results = self._share(piped, self._merged(step, None, values) if self._own in piped else None)
+            results = self._share(piped, self._merged(step, None, values) if self._own_replica in piped else None)
             failed = {number for number in piped if results[number].fails}
             for number in piped.keys() - failed:
                 self._check_written(results[number], step)
             walking |= failed
-            if undo is not None and failed and self._own in (None, *failed):
+            if undo is not None and failed and self._own_replica in (None, *failed):
                 undo()
         walked = {number: part for number, part in parts.items() if number in walking}
         if walked:
@@ -330,7 +330,7 @@ class Steps:
             step.kept = values
             with self._capture.capture(), self._metrics.local(), self._engine.unscheduled(), step.counting():
                 self.unscheduled.execute(step)
-            results |= self._share(walked, self._merged(step, None, values) if self._own in walked else None)
+            results |= self._share(walked, self._merged(step, None, values) if self._own_replica in walked else None)
         outputs = self._shown(results, values).outputs
         kind = name, *arguments[1:]  # the number of its dataloader
         # replicas may have unequal numbers of batches to predict, and one of them none
@@ -354,26 +354,26 @@ class Steps:
             raise ConfigError("automatic_optimization", False, rule, "Use automatic optimization, or the whole package")
         batch, *arguments = arguments
         parts = {number: [counted(batch, batch_samples(batch))] for number in self._replicas}
-        weights = Weights() if self._own is None else Weights((1.0,), float(self._plan.layout.num_replicas))
+        weights = Weights() if self._own_replica is None else Weights((1.0,), float(self._plan.layout.num_replicas))
         values = KeptValues(self._module, self._apart)
         options = self._options(context, "training_step", parts)
         step = UserStep(self._module, "training_step", arguments, parts, weights, **options)
         with self._capture.capture(), self._metrics.local(), self._engine.unscheduled():
             self.unscheduled.execute(step, optimizes=True)
-        merged = None if self._own is None else self._merged(step, None, values)
+        merged = None if self._own_replica is None else self._merged(step, None, values)
         return self._shown(self._share(parts, merged), values).outputs
 
     # --- phase 1 ---
 
     def _is_gathered(self) -> bool:
         """Whether parameters are gathered within a step, and may be NaN where only shapes are asked for."""
-        return any(one.rests_own for one in self._gradients.shared.all)
+        return any(shared.rests_own for shared in self._gradients.shared.all)
 
     def _split(self, batch: Any, *, is_first: bool = False) -> dict[int, list[Microbatch]]:
         batches = split_replicas(batch, len(self._replicas))
         return {
-            number: [] if one is None else self.batch_parts.split(one, is_first=is_first)
-            for number, one in zip(self._replicas, batches, strict=True)
+            number: [] if replica_batch is None else self.batch_parts.split(replica_batch, is_first=is_first)
+            for number, replica_batch in zip(self._replicas, batches, strict=True)
         }
 
     def _weights(self, parts: Parts, name: str) -> Weights:
@@ -385,29 +385,29 @@ class Steps:
             return Weights()
         deals = name == "training_step" and self.batch_parts.deals
         tokens = self._counts_tokens(parts, name)
-        for found in parts.values():
-            self.batch_parts.check(found, tokens=tokens, deals=deals)
-        if self._own is None or self._own not in parts:
+        for microbatches in parts.values():
+            self.batch_parts.check(microbatches, tokens=tokens, deals=deals)
+        if self._own_replica is None or self._own_replica not in parts:
             return Weights()
-        own = self.batch_parts.weights(parts[self._own], tokens=tokens)
+        local = self.batch_parts.weights(parts[self._own_replica], tokens=tokens)
         if self.batch_parts.counts_samples and not tokens and not deals:
-            return Weights(own, sum(own) * self._plan.layout.num_replicas)
-        samples = sum(part.samples for part in parts[self._own])
-        totals = torch.tensor([sum(own), samples], dtype=torch.float64)  # the host waits for no device that computes
+            return Weights(local, sum(local) * self._plan.layout.num_replicas)
+        samples = sum(part.samples for part in parts[self._own_replica])
+        totals = torch.tensor([sum(local), samples], dtype=torch.float64)  # the host waits for no device that computes
         if self._loss_host is not None:
             dist.all_reduce(totals, group=self._loss_host)
         total, everywhere = totals.tolist()
-        return Weights(own, total, everywhere if deals else None)
+        return Weights(local, total, everywhere if deals else None)
 
     def _counts_tokens(self, parts: Parts, name: str) -> bool:
         """Whether label tokens weigh microbatches of a step, which its first batches tell all ranks where steps end."""
         if not self.batch_parts.is_auto:
             return not self.batch_parts.counts_samples
         if name not in self._tokens:
-            found = torch.tensor([all(map(self.batch_parts.has_labels, parts.values()))], device=self._device).int()
-            if self._own in parts and self._loss_group is not None:
-                dist.all_reduce(found, dist.ReduceOp.MIN, group=self._loss_group)
-            self._tokens[name] = bool(found)
+            sure = torch.tensor([all(map(self.batch_parts.has_labels, parts.values()))], device=self._device).int()
+            if self._own_replica in parts and self._loss_group is not None:
+                dist.all_reduce(sure, dist.ReduceOp.MIN, group=self._loss_group)
+            self._tokens[name] = bool(sure)
         return self._tokens[name]
 
     # --- phase 2 ---
@@ -439,8 +439,8 @@ class Steps:
                 self._engine.execute(step, trainable, ending)
             except RuntimeError as error:
                 shares = any(axes.tp * axes.cp > 1 for axes in self._plan.layout.axes.values())
-                if (found := explained(error, self._module, self._plan.division, shares=shares)) is not None:
-                    raise found from error
+                if (explanation := explained(error, self._module, self._plan.division, shares=shares)) is not None:
+                    raise explanation from error
                 raise
         step.write_back()
         self._writing[step.name] = self._writing.get(step.name, False) or step.writes
@@ -463,9 +463,9 @@ class Steps:
             ConfigError: the step skipped some microbatches only.
         """
         losses, weights = [step.losses[index] for index in sorted(step.losses)], step.weights
-        own, weight = weights.weighted_sum(losses), sum(weights.own)
+        local, weight = weights.weighted_sum(losses), sum(weights.own)
         counts = len(losses) - len(step.skipped), len(step.skipped)
-        everywhere = torch.stack([own, *(own.new_full((), float(one)) for one in (step.has_graph, *counts))])
+        everywhere = torch.stack([local, *(local.new_full((), float(count)) for count in (step.has_graph, *counts))])
         if self._loss_group is not None:
             dist.all_reduce(everywhere, group=self._loss_group)
         total, with_graph, with_loss, without = everywhere
@@ -479,19 +479,19 @@ class Steps:
                 )
             return None, True
         has_graph = step.has_graph or bool(with_graph)  # a device is asked only where the answer is not known
-        return (own / weight if weight else total / weights.total).to(losses[0].dtype), has_graph
+        return (local / weight if weight else total / weights.total).to(losses[0].dtype), has_graph
 
     def _merged(self, step: UserStep, loss: Tensor | None, values: KeptValues) -> StepResult:
         """Merge this replica's results and logs over its microbatches."""
-        assert self._own is not None
+        assert self._own_replica is not None
         if step.fails:
             return StepResult(fails=True)
-        samples = Sizes.of(step.microbatches[self._own], step.weights.own)
+        samples = Sizes.of(step.microbatches[self._own_replica], step.weights.own)
         results = [step.results[index] for index in sorted(step.results)]
         outputs: Any = results  # of parts with unknown numbers of samples
         if all(result is None for result in results):
             outputs = None
-        elif len(results) == 1 or all(part.is_counted for part in step.microbatches[self._own]):
+        elif len(results) == 1 or all(part.is_counted for part in step.microbatches[self._own_replica]):
             outputs = merge(results, samples, reads=step.name not in self._joined)
             self._joined.add(step.name)
         weight = sum(step.weights.own)
@@ -509,29 +509,29 @@ class Steps:
 
     def _share(self, numbers: Iterable[int], merged: StepResult | None) -> dict[int, StepResult]:
         """Share results within each of some replicas; `merged` is that of this rank's own."""
-        found: dict[int, StepResult] = {}
+        results: dict[int, StepResult] = {}
         for number in numbers:
-            is_source = number == self._own and self._replicas[number].src == self._rank
-            found[number] = self._replicas[number].results.share(merged if is_source else None)
-            if self.compares and merged is not None and number == self._own and not is_source:
-                check = merged.check_equal(found[number])
+            is_source = number == self._own_replica and self._replicas[number].src == self._rank
+            results[number] = self._replicas[number].results.share(merged if is_source else None)
+            if self.compares and merged is not None and number == self._own_replica and not is_source:
+                check = merged.check_equal(results[number])
                 before, self._unchecked = self._unchecked, check if self._device.type == "cuda" else None
                 (before or check)()  # on a GPU that of the step before, for which the host does not wait
-        return found
+        return results
 
-    def _shown(self, found: Mapping[int, StepResult], values: KeptValues) -> StepResult:
+    def _shown(self, results: Mapping[int, StepResult], values: KeptValues) -> StepResult:
         """Log and return the result of the replica that this rank shows."""
-        shown = self._own if self._own is not None else next(iter(found))
-        if shown not in found:  # in prediction, where other replicas have one batch more
+        shown = self._own_replica if self._own_replica is not None else next(iter(results))
+        if shown not in results:  # in prediction, where other replicas have one batch more
             values.restore()
             return StepResult()
         # where the step ended, too, where values were sharded over several ranks: only all of these could read them
-        if self._own is None or (found[shown].kept and self._is_shared):
-            values.adopt(found[shown].kept)
-            self._module.trainer.should_stop |= found[shown].stops  # `self.trainer.should_stop = True` in the step
+        if self._own_replica is None or (results[shown].kept and self._is_shared):
+            values.adopt(results[shown].kept)
+            self._module.trainer.should_stop |= results[shown].stops  # `self.trainer.should_stop = True` in the step
         # only now: with sync_dist a log is collective over all ranks, and others wait for the next replica's result
-        replay(self._module, found[shown].logs)
-        return found[shown]
+        replay(self._module, results[shown].logs)
+        return results[shown]
 
 
 def _by_name(outputs: Any) -> dict[str, Any] | None:
@@ -540,9 +540,9 @@ def _by_name(outputs: Any) -> dict[str, Any] | None:
     What microbatches returned and cannot be joined has a list with one value for each of them.
     """
     if isinstance(outputs, list):
-        found = [one if isinstance(one, Mapping) else {} for one in outputs]
-        names = dict.fromkeys(name for one in found for name in one)
-        outputs = {name: [one.get(name) for one in found] for name in names}
+        by_microbatch = [output if isinstance(output, Mapping) else {} for output in outputs]
+        names = dict.fromkeys(name for output in by_microbatch for name in output)
+        outputs = {name: [output.get(name) for output in by_microbatch] for name in names}
     return dict(outputs) if isinstance(outputs, Mapping) else None
 
 

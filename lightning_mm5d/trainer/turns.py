@@ -133,8 +133,8 @@ class Turns:
             RankMismatchError: on all ranks, when they are not at the same batch, or have read different samples.
         """
         if not self._steps_together:
-            for one in self.proofs:
-                one.compare_alone()
+            for proof in self.proofs:
+                proof.compare_alone()
         elif self._agreed(self._trainer.current_epoch, position(self._trainer).get("batch", 0)) is not None:
             self._connector.received_sigterm = True
 
@@ -144,8 +144,8 @@ class Turns:
         Raises:
             RankMismatchError: on all ranks, when those of a replica have read different samples.
         """
-        for one in self.proofs:
-            one.compare(self._group)
+        for proof in self.proofs:
+            proof.compare(self._group)
 
     def _any_validates(self, is_due: Callable[[Any], bool], data_fetcher: Any) -> bool:
         """Return whether `is_due` says of any rank that it is to validate now; collective."""
@@ -164,15 +164,15 @@ class Turns:
         place = [stage, epoch, batch]
         told = rank + 1 if self._terminates else 0
         slots = [told, save_failed, *place, *(-value for value in place)]
-        numbers = [one.slots() for one in self.proofs]
+        numbers = [proof.slots() for proof in self.proofs]
         agreed = torch.tensor([*slots, *chain(*numbers)], device=self._device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
         told, save_failed, *bounds = agreed.tolist()
         if bounds[:3] != [-value for value in bounds[3:6]]:
             raise RankMismatchError(self._differences(place))
         rest = iter(bounds[6:])
-        for one, own in zip(self.proofs, numbers, strict=True):
-            one.check([*islice(rest, len(own))], self._group)
+        for proof, proof_slots in zip(self.proofs, numbers, strict=True):
+            proof.check([*islice(rest, len(proof_slots))], self._group)
         self._raise_failed_save(save_failed)
         return told - 1 if told else None
 
@@ -182,12 +182,12 @@ class Turns:
 
     def _differences(self, place: list[int]) -> str:
         assert self._group is not None
-        own = torch.tensor(place, device=self._device)
-        places = [torch.empty_like(own) for _ in range(self._group.size())]
-        dist.all_gather(places, own, group=self._group)
+        local = torch.tensor(place, device=self._device)
+        places = [torch.empty_like(local) for _ in range(self._group.size())]
+        dist.all_gather(places, local, group=self._group)
         ranks: dict[tuple[int, ...], list[int]] = {}
-        for rank, other in enumerate(places):
-            ranks.setdefault(tuple(other.tolist()), []).append(rank)
+        for rank, rank_place in enumerate(places):
+            ranks.setdefault(tuple(rank_place.tolist()), []).append(rank)
         told = "; ".join(_place(numbers, *where) for where, numbers in ranks.items())
         return (
             f"ranks begin different batches: {told}. All ranks must run equal numbers of batches: give their "

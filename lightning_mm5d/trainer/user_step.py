@@ -56,8 +56,8 @@ class Weights:
 
         A loss of weight 0 is left out: a mean over no tokens is NaN, and on one process it would not be there.
         """
-        kept = [loss.double() * weight for loss, weight in zip(losses, self.own, strict=True) if weight]
-        return torch.stack(kept).sum() if kept else losses[0].new_zeros((), dtype=torch.float64)
+        terms = [loss.double() * weight for loss, weight in zip(losses, self.own, strict=True) if weight]
+        return torch.stack(terms).sum() if terms else losses[0].new_zeros((), dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -90,25 +90,26 @@ class StepResult:
         It raises a `StageError` where one differs by more than a relative 1e-5; 1e-2 for a loss in half precision.
         Until it is called, values travel to the host, which waits for none here.
         """
-        pairs = [(f"log {own.options.name!r}", own, one) for own, one in zip(self.logs, shared.logs, strict=False)]
-        found = [(name, own.value, one.value) for name, own, one in pairs if own.is_computed]
+        pairs = [(f"log {log.options.name!r}", log, peer) for log, peer in zip(self.logs, shared.logs, strict=False)]
+        computed = [(name, log.value, peer.value) for name, log, peer in pairs if log.is_computed]
         if self.loss is not None and shared.loss is not None:
-            found.insert(0, ("loss", self.loss, shared.loss))
-        named = [(name, own, one) for name, own, one in found if own is not None and one is not None]
+            computed.insert(0, ("loss", self.loss, shared.loss))
+        named = [(name, local, peer) for name, local, peer in computed if local is not None and peer is not None]
         is_half = self.loss is not None and torch.finfo(self.loss.dtype).bits < 32
         values = [
-            (name, torch.stack([own.to(one), one]).double().to("cpu", non_blocking=True)) for name, own, one in named
+            (name, torch.stack([local.to(peer), peer]).double().to("cpu", non_blocking=True))
+            for name, local, peer in named
         ]
-        event = torch.cuda.current_stream().record_event() if any(one.is_cuda for _, _, one in named) else None
+        event = torch.cuda.current_stream().record_event() if any(peer.is_cuda for _, _, peer in named) else None
 
         def check() -> None:
             if event is not None:
                 event.synchronize()
-            for name, (own, one) in values:
-                if not own.isclose(one, rtol=1e-2 if is_half else 1e-5, atol=0.0, equal_nan=True):
+            for name, (local, peer) in values:
+                if not local.isclose(peer, rtol=1e-2 if is_half else 1e-5, atol=0.0, equal_nan=True):
                     raise StageError(
-                        f"the ranks that share the last layers have unequal values of the {name}, {own:.6g} and "
-                        f"{one:.6g}. The step reads the values of a sharded parameter itself (`lm_head.weight`, or a "
+                        f"the ranks that share the last layers have unequal values of the {name}, {local:.6g} and "
+                        f"{peer:.6g}. The step reads the values of a sharded parameter itself (`lm_head.weight`, or a "
                         "penalty over `self.parameters()`), or depends on the rank: call the module instead, use the "
                         "optimizer's weight_decay, or set tp_size and cp_size to 1"
                     )
@@ -166,13 +167,13 @@ def tree_of(result: StepResult) -> Any:
 
 
 def _from_tree(tree: Any) -> StepResult:
-    loss, numbers, outputs, options, values, fails, kept, stops, weights_written = tree
+    loss, numbers, outputs, options, values, fails, changes, stops, weights_written = tree
     has_graph, *sizes = numbers.tolist()
     logs = [
-        MergedLog(options=LogOptions(**one), value=value, batch_size=size)
-        for one, value, size in zip(options, values, sizes, strict=True)
+        MergedLog(options=LogOptions(**fields), value=value, batch_size=size)
+        for fields, value, size in zip(options, values, sizes, strict=True)
     ]
-    return StepResult(loss, outputs, logs, bool(has_graph), fails, kept, stops, weights_written)
+    return StepResult(loss, outputs, logs, bool(has_graph), fails, changes, stops, weights_written)
 
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -229,7 +230,7 @@ class UserStep:
         self.microbatches, self.random_key, self.context = microbatches, random_key, context
         self.weights, self.results, self.epoch = weights, dict[int, Any](), module.current_epoch
         self._module, self.name = module, name
-        self._arguments = [BatchNumber(one) if type(one) is int and self.is_split else one for one in arguments]
+        self._arguments = [BatchNumber(arg) if type(arg) is int and self.is_split else arg for arg in arguments]
         self._capture, self._metrics, self._watch = capture, metrics, watch
         self._unchanged: dict[int, Any] = {}
         self._copies, self.writes = copies, False
@@ -246,14 +247,14 @@ class UserStep:
     @contextmanager
     def reads(self) -> Iterator[list[str]]:
         """Enter around `run`; gives a list, empty unless the user's step reads `global_step`."""
-        found: list[str] = []
+        names: list[str] = []
 
         def read(value: int) -> int:
-            found.append("global_step")
+            names.append("global_step")
             return value
 
         with read_by("global_step", read):
-            yield found
+            yield names
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -279,8 +280,8 @@ class UserStep:
         Raises:
             RemoteParameterError: in the last stage, the result depends on values that only other ranks have.
         """
-        own = self.weights.own
-        weight = own[index] if index < len(own) else microbatch.samples  # of another replica
+        weights = self.weights.own
+        weight = weights[index] if index < len(weights) else microbatch.samples  # of another replica
         self._capture.begin_microbatch(index, weight, microbatch.samples)
         batch, copies = self._batch(microbatch), list[_BatchCopy]()
         if self._copies:
@@ -291,16 +292,16 @@ class UserStep:
         except StopIteration as error:  # Lightning would take it for the end of the data, on this rank only
             raise RuntimeError(f"{self.name} raised StopIteration") from error
         finally:
-            written = [one for one in copies if one.copy._version != one.version]
+            written = [batch_copy for batch_copy in copies if batch_copy.copy._version != batch_copy.version]
             self.writes |= bool(written)
-            self._written |= {id(one.tensor): one for one in written if not self.is_split}
+            self._written |= {id(batch_copy.tensor): batch_copy for batch_copy in written if not self.is_split}
         return _settled(result, f"what {self.name} returns")
 
     def write_back(self) -> None:
         """Write to a batch that is not split what the step has written to copies: hooks and closures see it."""
         with torch.no_grad():
-            for one in self._written.values():
-                one.tensor.copy_(one.copy)
+            for batch_copy in self._written.values():
+                batch_copy.tensor.copy_(batch_copy.copy)
 
     def _batch(self, microbatch: Microbatch) -> Any:
         """The batch of a microbatch as it was before an earlier stage of this rank took something out of it."""
@@ -375,8 +376,8 @@ class TrainingStep(UserStep):
             fix = "Return a tensor, or a dict with a tensor under 'loss', or None to skip the batch on all ranks"
             raise ConfigError("training_step", type(loss).__name__, rule, fix)
         self.losses[index] = loss.detach()
-        kept = {k: detached(v) for k, v in result.items() if k != "loss"} if isinstance(result, Mapping) else None
-        self.results[index] = kept
+        outputs = {k: detached(v) for k, v in result.items() if k != "loss"} if isinstance(result, Mapping) else None
+        self.results[index] = outputs
         self.has_graph |= loss.requires_grad
         share = self.weights.share(index)
         # a mean over no tokens is NaN, and so would be its gradients, which no weight of 0 takes away

@@ -34,18 +34,18 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
 
-def main_dtype(said: str | None) -> torch.dtype | None:
+def main_dtype(main_params: str | None) -> torch.dtype | None:
     """Return the dtype that ``main_params`` names."""
-    return None if said is None else _DTYPES[said]
+    return None if main_params is None else _DTYPES[main_params]
 
 
-def check_main_params(said: str | None, module: pl.LightningModule, precision: Precision) -> None:
+def check_main_params(main_params: str | None, module: pl.LightningModule, precision: Precision) -> None:
     """Refuse main parameters that would be no wider than what layers compute in, and manual optimization.
 
     Raises:
         ConfigError: no parameter is narrower; or the module optimizes manually.
     """
-    dtype = main_dtype(said)
+    dtype = main_dtype(main_params)
     if dtype is None:
         return
     if not module.automatic_optimization:
@@ -55,13 +55,13 @@ def check_main_params(said: str | None, module: pl.LightningModule, precision: P
         fix = "Use automatic optimization, or leave main_params unset"
         raise ConfigError("automatic_optimization", False, rule, fix)
     computes = _TRUE.get(str(precision.precision))
-    found = {computes or p.dtype for p in module.parameters() if p.is_floating_point()}
-    found |= set(computing_dtypes(module).values())
-    if not any(one.itemsize < dtype.itemsize for one in found):
-        held = ", ".join(sorted(str(one).removeprefix("torch.") for one in found)) or "no floating-point"
+    dtypes = {computes or p.dtype for p in module.parameters() if p.is_floating_point()}
+    dtypes |= set(computing_dtypes(module).values())
+    if not any(held_dtype.itemsize < dtype.itemsize for held_dtype in dtypes):
+        held = ", ".join(sorted(str(held_dtype).removeprefix("torch.") for held_dtype in dtypes)) or "no floating-point"
         rule = f"Main parameters are wider than what layers compute in, and the module has {held} parameters"
         fix = 'Use Trainer(precision="bf16-true"), or leave main_params unset'
-        raise ConfigError("numerics.main_params", said, rule, fix)
+        raise ConfigError("numerics.main_params", main_params, rule, fix)
 
 
 T = TypeVar("T")
@@ -178,7 +178,7 @@ def is_of_other_package(thing: object) -> bool:
     """Whether a class, or the class of an object, derives from one of the Lightning that is not the strategy's."""
     cls = thing if isinstance(thing, type) else type(thing)
     others = _PACKAGES - {pl.Trainer.__module__.partition(".")[0]}
-    return any(one.__module__.partition(".")[0] in others for one in cls.__mro__)
+    return any(base.__module__.partition(".")[0] in others for base in cls.__mro__)
 
 
 def check_package(field: str, things: Iterable[object]) -> None:
