@@ -59,15 +59,15 @@ def assign(costs: Sequence[int], sizes: Sequence[int], ranks: int) -> list[int]:
         return [0] * len(costs)
     least = lower_bound(costs, ranks)
     enough = least + least // ENOUGH
-    found = _Assignment(_in_rounds(costs, ranks), costs, ranks)
-    _improve(found, enough, moves=False)
-    if max(found.loads) > enough:
-        other = _Assignment(longest_first(costs, ranks), costs, ranks)
-        _improve(other, enough, moves=True)
-        best = max(other.loads)
-        found = other if max(found.loads) > best + best // CLOSE else found
-    _even(found, sizes)
-    return _numbered(_consecutive(found.owners(), costs, sizes), ranks)
+    assignment = _Assignment(_in_rounds(costs, ranks), costs, ranks)
+    _improve(assignment, enough, moves=False)
+    if max(assignment.loads) > enough:
+        by_length = _Assignment(longest_first(costs, ranks), costs, ranks)
+        _improve(by_length, enough, moves=True)
+        best = max(by_length.loads)
+        assignment = by_length if max(assignment.loads) > best + best // CLOSE else assignment
+    _even(assignment, sizes)
+    return _numbered(_consecutive(assignment.owners(), costs, sizes), ranks)
 
 
 def longest_first(costs: Sequence[int], ranks: int) -> list[int]:
@@ -148,7 +148,7 @@ def _swap(
     many: Sequence[tuple[int, int]], few: Sequence[tuple[int, int]], gap: int, moves: bool
 ) -> tuple[tuple[int, int], tuple[int, int] | None] | None:
     """The piece of the busier part, and the one of the other if any, whose exchange best halves the gap."""
-    best, found = gap, None
+    best, exchange = gap, None
     last = -1
     for away in many:
         if away[0] == last:
@@ -161,8 +161,8 @@ def _swap(
         for back in backs:
             moved = away[0] - (back[0] if back else 0)
             if 0 < moved < gap and abs(gap - 2 * moved) < best:
-                best, found = abs(gap - 2 * moved), (away, back)
-    return found
+                best, exchange = abs(gap - 2 * moved), (away, back)
+    return exchange
 
 
 def _even(parts: _Assignment, sizes: Sequence[int]) -> None:

@@ -48,7 +48,9 @@ def check_scripted(root: nn.Module, modalities: Mapping[str, Modality], *, has_p
         ConfigError: a modality is such a module, or `has_parts`.
     """
     for path, module in root.named_modules():
-        if isinstance(module, ScriptModule) and (has_parts or any(one.module == path for one in modalities.values())):
+        if isinstance(module, ScriptModule) and (
+            has_parts or any(modality.module == path for modality in modalities.values())
+        ):
             rule = "TorchScript keeps its weights and takes no hooks, so that ranks cannot have parts of it"
             fix = "Use the module that it was made of, or replicas of all modalities without zero_stage"
             raise ConfigError(path, type(module).__name__, rule, fix)

@@ -80,14 +80,14 @@ def _whole(costs: Sequence[float], first: float, last: float) -> list[int]:
 def _smallest_largest(upto: Sequence[int], parts: int) -> int:
     """The smallest bound on the cost of a part that `parts` parts can keep; `upto` are the sums before each layer."""
 
-    def kept(bound: int) -> bool:
+    def fits(bound: int) -> bool:
         start = 0
         for _ in range(parts):
             start = bisect_right(upto, upto[start] + bound) - 1
         return start == len(upto) - 1
 
     sums = sorted({later - earlier for index, earlier in enumerate(upto) for later in upto[index:]})
-    return sums[bisect_left(sums, True, key=kept)]
+    return sums[bisect_left(sums, True, key=fits)]
 
 
 def _ends(upto: Sequence[int], parts: int, bound: int) -> list[dict[int, int]]:
@@ -95,7 +95,7 @@ def _ends(upto: Sequence[int], parts: int, bound: int) -> list[dict[int, int]]:
     num_layers = len(upto) - 1
     never = upto[-1] ** 2 + 1
     squares = [never] * num_layers + [0]
-    found: list[dict[int, int]] = [{}]
+    by_count: list[dict[int, int]] = [{}]
     for left in range(1, parts + 1):
         row, ends = [never] * (num_layers + 1), {}
         end = num_layers - left + 1
@@ -108,8 +108,8 @@ def _ends(upto: Sequence[int], parts: int, bound: int) -> list[dict[int, int]]:
                 break  # earlier layers have even more after them
             end = ends[start] = start + len(sums) - sums[::-1].index(row[start])
         squares = row
-        found.append(ends)
-    return found
+        by_count.append(ends)
+    return by_count
 
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -158,38 +158,39 @@ def kept_of(name: str, modality: Modality, sizes: Sequence[int]) -> tuple[Kept, 
     Raises:
         ConfigError: it names layers or operations that are not there.
     """
-    return next((kept for one in parts("costs") if (kept := one.kept_of(name, modality, sizes))), ())
+    return next((per_layer for module in parts("costs") if (per_layer := module.kept_of(name, modality, sizes))), ())
 
 
 def depends_on_cut(modality: Modality) -> bool:
     """Whether the layers that are computed again depend on where the modality is cut."""
-    return any(one.depends_on_cut(modality) for one in parts("costs"))
+    return any(module.depends_on_cut(modality) for module in parts("costs"))
 
 
-def costed(row: Sequence[Unit], kept: Sequence[Kept]) -> tuple[Unit, ...]:
+def costed(row: Sequence[Unit], per_layer: Sequence[Kept]) -> tuple[Unit, ...]:
     """Return the units of a modality with what its layers compute again in their backward.
 
     Args:
         row: what runs before its layers, each layer, and what runs after them.
-        kept: of `kept_of`.
+        per_layer: of `kept_of`.
     """
-    if not kept:
+    if not per_layer:
         return tuple(row)
     before, *layers, after = row
     again = (
-        replace(unit, recomputed=max(unit.recomputed, share_again(one))) for unit, one in zip(layers, kept, strict=True)
+        replace(unit, recomputed=max(unit.recomputed, share_again(ops)))
+        for unit, ops in zip(layers, per_layer, strict=True)
     )
     return before, *again, after
 
 
-def share_again(kept: Kept) -> float:
+def share_again(operations: Kept) -> float:
     """Return the part of a layer's forward that runs again in its backward."""
-    if kept is None:
+    if operations is None:
         return 0.0
-    return _BESIDE_PRODUCTS if _PRODUCTS.intersection(kept) else 1.0
+    return _BESIDE_PRODUCTS if _PRODUCTS.intersection(operations) else 1.0
 
 
-def units(root: nn.Module, found: Found) -> dict[str, tuple[Unit, ...]]:
+def units(root: nn.Module, structure: Found) -> dict[str, tuple[Unit, ...]]:
     """Return the units of each modality: before its layers, each layer, after them.
 
     Where a parameter is used before the layers and after them, it is in both units, and in all where a loop over the
@@ -197,29 +198,29 @@ def units(root: nn.Module, found: Found) -> dict[str, tuple[Unit, ...]]:
 
     Args:
         root: the LightningModule; the meta device will do.
-        found: its modalities.
+        structure: its modalities.
     """
-    owned = {path: name for name, encoder in found.encoders.items() for path in encoder.owns}
-    owned |= dict.fromkeys(() if found.ends is None else found.ends.owns, found.loss_modality)
+    owned = {path: name for name, encoder in structure.encoders.items() for path in encoder.owns}
+    owned |= dict.fromkeys(() if structure.ends is None else structure.ends.owns, structure.loss_modality)
     rows: dict[str, list[dict[str, float]]] = {
-        name: [{} for _ in range(len(parts.paths) + 2)] for name, parts in found.parts.items()
+        name: [{} for _ in range(len(parts.paths) + 2)] for name, parts in structure.parts.items()
     }
     around, between = cache(partial(position, root)), cache(partial(runs_between, root))
     memo: dict[str, list[tuple[str, list[int]]]] = {}
 
     def all_of(name: str, full: str) -> list[int]:
         """All units of a modality, where its code uses `full` between layers: any stage may begin or end there."""
-        layers = found.layers[name] if found.parts[name].uses is None else None
+        layers = structure.layers[name] if structure.parts[name].uses is None else None
         return [] if layers is None or not between(_parted(full, layers), layers) else list(range(len(rows[name])))
 
-    for full, cost, lookup in _costs(root, frozenset(path for path in found.layers.values() if path)):
+    for full, cost, lookup in _costs(root, frozenset(path for path in structure.layers.values() if path)):
         # whatever a leaf module holds stays together, so its parameters are placed once; not what is held by modules
         # that hold layers too
         holder = full if full in owned else full.rpartition(".")[0] or full
-        if any(parts.holds(holder) for parts in found.parts.values()):
+        if any(parts.holds(holder) for parts in structure.parts.values()):
             holder = full
         if holder not in memo:
-            placed = _place(full, found, owned, around)
+            placed = _place(full, structure, owned, around)
             memo[holder] = [(name, all_of(name, full) or places) for name, places in placed]
         for name, places in memo[holder]:
             for place in places:
@@ -227,7 +228,7 @@ def units(root: nn.Module, found: Found) -> dict[str, tuple[Unit, ...]]:
                 free = lookup and (place == 0 or len(places) == 1)
                 rows[name][place][full] = 0.0 if free else cost
     again = {
-        name: [float(recomputes_itself(root, path)) for path in parts.paths] for name, parts in found.parts.items()
+        name: [float(recomputes_itself(root, path)) for path in parts.paths] for name, parts in structure.parts.items()
     }
     return {name: tuple(map(Unit.of, row, [0.0, *again[name], 0.0])) for name, row in rows.items()}
 
@@ -273,7 +274,7 @@ def _backwards(units: Iterable[Unit], trainable: frozenset[str], passes_on: bool
 
 
 def _place(
-    full: str, found: Found, owned: Mapping[str, str], around: Callable[[str, str], tuple[bool, bool]]
+    full: str, structure: Found, owned: Mapping[str, str], around: Callable[[str, str], tuple[bool, bool]]
 ) -> list[tuple[str, list[int]]]:
     """The modalities that use a parameter or buffer, and the units in each that do; `around` is `position`.
 
@@ -281,42 +282,44 @@ def _place(
     """
     prefixes = (full.rsplit(".", cut)[0] for cut in range(full.count(".") + 1))
     name = next((owned[prefix] for prefix in prefixes if prefix in owned), None)
-    if found.main is None or found.step is None:
-        return [(name or found.loss_modality, _units_of(full, name or found.loss_modality, found, around))]
+    if structure.main is None or structure.step is None:
+        return [(name or structure.loss_modality, _units_of(full, name or structure.loss_modality, structure, around))]
     if name is not None:
         names = [name]
-        if name == found.main and any(is_in(full, path) for path in found.used_again):
-            names += _after_language(full, found, found.step)
+        if name == structure.main and any(is_in(full, path) for path in structure.used_again):
+            names += _after_language(full, structure, structure.step)
     else:
-        names = _users(full, found, found.step, around)
-    return [(one, _units_of(full, one, found, around)) for one in names]
+        names = _users(full, structure, structure.step, around)
+    return [(modality, _units_of(full, modality, structure, around)) for modality in names]
 
 
-def _users(full: str, found: Found, step: StepUses, around: Callable[[str, str], tuple[bool, bool]]) -> list[str]:
+def _users(full: str, structure: Found, step: StepUses, around: Callable[[str, str], tuple[bool, bool]]) -> list[str]:
     """Of the language model and what runs after it those that use what the step itself uses."""
-    assert found.main is not None
+    assert structure.main is not None
     sides = []
-    for cut in found.encoders[found.main].boundaries:
-        said = step.around(full, cut.path)
-        sides.append(said or around(_parted(full, cut.path), cut.path))
+    for cut in structure.encoders[structure.main].boundaries:
+        in_step = step.around(full, cut.path)
+        sides.append(in_step or around(_parted(full, cut.path), cut.path))
     before, after = any(side[0] for side in sides), any(side[1] for side in sides)
-    return [found.main] * before + (_after_language(full, found, step) if after or not before else [])
+    return [structure.main] * before + (_after_language(full, structure, step) if after or not before else [])
 
 
-def _after_language(full: str, found: Found, step: StepUses) -> list[str]:
+def _after_language(full: str, structure: Found, step: StepUses) -> list[str]:
     """The loss modality, and the others that run after the language model and after the step's first use of `full`.
 
     Each of them runs the step up to its boundary, and any of its arguments may come from there. Where it does not, the
     copy gets no gradient.
     """
-    others = [name for name, encoder in found.encoders.items() if encoder.runs_after and name != found.main]
-    used = {name: [step.around(full, cut.path) or (True, False) for cut in _boundaries(name, found)] for name in others}
-    return [*(name for name in others if any(before for before, _ in used[name])), found.loss_modality]
+    others = [name for name, encoder in structure.encoders.items() if encoder.runs_after and name != structure.main]
+    used = {
+        name: [step.around(full, cut.path) or (True, False) for cut in _boundaries(name, structure)] for name in others
+    }
+    return [*(name for name in others if any(before for before, _ in used[name])), structure.loss_modality]
 
 
-def _units_of(full: str, name: str, found: Found, around: Callable[[str, str], tuple[bool, bool]]) -> list[int]:
+def _units_of(full: str, name: str, structure: Found, around: Callable[[str, str], tuple[bool, bool]]) -> list[int]:
     """The units of a modality that use a parameter or buffer."""
-    layers, parts = found.layers[name], found.parts[name]
+    layers, parts = structure.layers[name], structure.parts[name]
     count, inside = len(parts.paths), [1 + index for index in parts.indices(full)]
     if not count:
         return [0]
@@ -327,23 +330,23 @@ def _units_of(full: str, name: str, found: Found, around: Callable[[str, str], t
     if inside:
         return inside
     assert layers is not None
-    said = None
-    if found.step is not None and not any(is_in(full, cut.path) for cut in _boundaries(name, found)):
-        said = found.step.around(full, layers)  # a part of the step's own code
-    before, after = said or around(_parted(full, layers), layers)
+    in_step = None
+    if structure.step is not None and not any(is_in(full, cut.path) for cut in _boundaries(name, structure)):
+        in_step = structure.step.around(full, layers)  # a part of the step's own code
+    before, after = in_step or around(_parted(full, layers), layers)
     return [0] * before + [count + 1] * after
 
 
-def _boundaries(name: str, found: Found) -> Sequence[Boundary]:
-    encoder = found.encoders.get(name, found.ends)
+def _boundaries(name: str, structure: Found) -> Sequence[Boundary]:
+    encoder = structure.encoders.get(name, structure.ends)
     return () if encoder is None else encoder.boundaries
 
 
 def _parted(full: str, other: str) -> str:
     """The module where `full` parts from `other`: all that is below it runs when that module does."""
-    one, two = full.split("."), other.split(".")
-    shared = next((depth for depth, (mine, its) in enumerate(zip(one, two, strict=False)) if mine != its), len(one) - 1)
-    return ".".join(one[: shared + 1])
+    names, others = full.split("."), other.split(".")
+    shared = next((depth for depth, (a, b) in enumerate(zip(names, others, strict=False)) if a != b), len(names) - 1)
+    return ".".join(names[: shared + 1])
 
 
 def _costs(root: nn.Module, layers: frozenset[str]) -> Iterator[tuple[str, float, bool]]:
@@ -388,6 +391,6 @@ def recomputes_itself(root: nn.Module, layer: str) -> bool:
     Transformers' layers that derive from ``GradientCheckpointingLayer`` obey their own flag; older ones are called
     through ``checkpoint`` by the module that has the list. Both do so in training mode only.
     """
-    own, owner = root.get_submodule(layer), root.get_submodule(layer.rpartition(".")[0].rpartition(".")[0])
-    module = own if hasattr(own, "gradient_checkpointing") else owner
+    layer_module, owner = root.get_submodule(layer), root.get_submodule(layer.rpartition(".")[0].rpartition(".")[0])
+    module = layer_module if hasattr(layer_module, "gradient_checkpointing") else owner
     return bool(getattr(module, "gradient_checkpointing", False)) and module.training

@@ -95,9 +95,9 @@ def find(root: nn.Module, modalities: Mapping[str, Modality]) -> Found:
         if _rest_lists(root, [*owned, *(unused := step.unused(owned))], others):
             owned += unused  # else its code cannot be read
         rest = _rest_lists(root, owned, others)
-        said = modalities[main].module is not None or modalities[main].boundary is not None
-        given = _by_path(root, main, modalities[main]) if said else None
-        encoders[main] = cut_language(step, main, given, rest[0] if rest else None, encoders, decoders)
+        is_set = modalities[main].module is not None or modalities[main].boundary is not None
+        configured = _by_path(root, main, modalities[main]) if is_set else None
+        encoders[main] = cut_language(step, main, configured, rest[0] if rest else None, encoders, decoders)
         reused = [path for cut in encoders[main].boundaries for path in step.after(cut.path, rest[0] if rest else None)]
         owned += encoders[main].owns
     ends, layers, parts = encoders.get(loss_modality), dict[str, str | None](), dict[str, Parts]()
@@ -130,11 +130,11 @@ def find(root: nn.Module, modalities: Mapping[str, Modality]) -> Found:
     consumers = consumers_of(modalities)
     passes = [step.paths.count(cut.path) for cut in encoders[main].boundaries] if step else [1]
     for name, encoder in encoders.items():
-        fed = [_placed(root, encoder, parts[one], layers[one], step) for one in consumers[name]]
-        known = [one for one, other in zip(fed, consumers[name], strict=True) if parts[other].paths]
+        fed = [_placed(root, encoder, parts[consumer], layers[consumer], step) for consumer in consumers[name]]
+        with_parts = [placed for placed, consumer in zip(fed, consumers[name], strict=True) if parts[consumer].paths]
         is_encoder = name not in (main, *decoders)
         again = is_encoder and (len(fed) > 1 or max(passes) > 1)
-        precedes = bool(known) and all(one.precedes for one in known) and not again
+        precedes = bool(with_parts) and all(placed.precedes for placed in with_parts) and not again
         late = is_encoder and fed[0].used_late
         encoders[name] = Encoder(encoder.owns, encoder.boundaries, precedes, late, not is_encoder)
     return Found(
@@ -156,14 +156,14 @@ def _rest_lists(root: nn.Module, owned: list[str], others: list[str]) -> list[st
 
 def discover(root: nn.Module) -> dict[str, Encoder]:
     """Return the encoders that `root` declares in the customary ways, by canonical name; `source` as for `find`."""
-    if found := _in_dict(root):
-        return found
-    found = _with_getters(root)
+    if encoders := _in_dict(root):
+        return encoders
+    encoders = _with_getters(root)
     for name, towers in _TOWERS.items():
-        if name not in found and (tower := _tower(root, towers)):
-            found[name] = tower
-    found = found or _encoder_of_decoder(root)
-    return {name: encoder for name, encoder in found.items() if encoder.boundaries}
+        if name not in encoders and (tower := _tower(root, towers)):
+            encoders[name] = tower
+    encoders = encoders or _encoder_of_decoder(root)
+    return {name: encoder for name, encoder in encoders.items() if encoder.boundaries}
 
 
 def _in_dict(root: nn.Module) -> dict[str, Encoder]:
@@ -178,7 +178,7 @@ def _in_dict(root: nn.Module) -> dict[str, Encoder]:
 
 def _with_getters(root: nn.Module) -> dict[str, Encoder]:
     """The encoders that have a method for their result, such as ``get_image_features``; some have no boundary."""
-    found: dict[str, tuple[list[str], list[Boundary]]] = {}
+    by_name: dict[str, tuple[list[str], list[Boundary]]] = {}
     for path, module in root.named_modules():
         for getter, name in _GETTERS.items():
             if method_of(type(module), getter) is None:
@@ -194,10 +194,10 @@ def _with_getters(root: nn.Module) -> dict[str, Encoder]:
             else:
                 owns = [item for item in owns if _longest_lists(root, (item,))]
                 cuts = [Boundary(item) for item in owns]
-            held, boundaries = found.setdefault(name, ([], []))
+            held, boundaries = by_name.setdefault(name, ([], []))
             held.extend(item for item in owns if item not in held)
             boundaries.extend(cuts)
-    return {name: Encoder(tuple(owns), tuple(cuts)) for name, (owns, cuts) in found.items()}
+    return {name: Encoder(tuple(owns), tuple(cuts)) for name, (owns, cuts) in by_name.items()}
 
 
 def _tower(root: nn.Module, names: tuple[str, ...]) -> Encoder | None:
@@ -223,7 +223,7 @@ def _tower(root: nn.Module, names: tuple[str, ...]) -> Encoder | None:
 
 def _encoder_of_decoder(root: nn.Module) -> dict[str, Encoder]:
     """The ``encoder`` of an encoder-decoder model, named after its main input."""
-    found: dict[str, Encoder] = {}
+    encoders: dict[str, Encoder] = {}
     for path, module in root.named_modules():
         inner = getattr(module, "encoder", None)
         if not getattr(getattr(module, "config", None), "is_encoder_decoder", False):
@@ -231,8 +231,8 @@ def _encoder_of_decoder(root: nn.Module) -> dict[str, Encoder]:
         if isinstance(inner, nn.Module) and "encoder" in accesses(module, "forward"):
             name = _MAIN_INPUT.get(getattr(inner, "main_input_name", ""), "encoder")
             owned = joined(path, "encoder")
-            found[name] = Encoder((owned,), (Boundary(owned),))
-    return found
+            encoders[name] = Encoder((owned,), (Boundary(owned),))
+    return encoders
 
 
 def _by_name(root: nn.Module, name: str, candidates: Mapping[str, Encoder]) -> Encoder:
@@ -336,8 +336,8 @@ def _placed(root: nn.Module, encoder: Encoder, parts: Parts, layers: str | None,
             gaps = parts.gaps(cut.name) or [0, len(parts.paths)]
             before, after = gaps[0] < len(parts.paths), gaps[-1] > 0
         else:
-            said = None if step is None else step.around(cut.name, layers)
-            before, after = said or position(root, cut.name, layers)
+            in_step = None if step is None else step.around(cut.name, layers)
+            before, after = in_step or position(root, cut.name, layers)
         precedes = precedes and before and not after
         late = late or (after and not before)
         owner = root.get_submodule(cut.path)
@@ -361,14 +361,14 @@ def position(root: nn.Module, path: str, layers: str) -> tuple[bool, bool]:
         return True, False
     for method in methods:
         uses = touched(ancestor, method)
-        own = [item.split(".")[0] == mine for item, _ in uses]
-        run = [is_own and (use[1] or not has_module(ancestor, use[0])) for is_own, use in zip(own, uses, strict=True)]
-        own = run if True in run else own  # not those that only look at a configuration
+        of_path = [item.split(".")[0] == mine for item, _ in uses]
+        run = [hit and (use[1] or not has_module(ancestor, use[0])) for hit, use in zip(of_path, uses, strict=True)]
+        of_path = run if True in run else of_path  # not those that only look at a configuration
         theirs = [_runs(ancestor, *use, ".".join([its, *deeper])) for use in uses]
         theirs = theirs if True in theirs else [item.split(".")[0] == its for item, _ in uses]
         if True not in theirs:
             continue
-        before, after = any(own[: theirs.index(True)]), any(own[len(theirs) - theirs[::-1].index(True) :])
+        before, after = any(of_path[: theirs.index(True)]), any(of_path[len(theirs) - theirs[::-1].index(True) :])
         if before or after:
             return before, after
     registered = [*ancestor._parameters, *ancestor._modules]
@@ -402,14 +402,14 @@ def runs_between(root: nn.Module, path: str, layers: str) -> bool:
 
 def _parting(root: nn.Module, path: str, layers: str) -> tuple[nn.Module, str, list[str], tuple[str, ...]]:
     """The module where two paths part, its name for what leads to `path`, its names down to `layers`, its methods."""
-    one, other = path.split("."), layers.split(".")
+    names, layer_names = path.split("."), layers.split(".")
     depth = 0
-    while depth < min(len(one), len(other)) - 1 and one[depth] == other[depth]:
+    while depth < min(len(names), len(layer_names)) - 1 and names[depth] == layer_names[depth]:
         depth += 1
-    while depth and not has_module(root, ".".join(one[:depth])):
+    while depth and not has_module(root, ".".join(names[:depth])):
         depth -= 1
     methods = _STEPS if depth == 0 else (*_GETTERS, "forward")
-    return root.get_submodule(".".join(one[:depth])), one[depth], other[depth:], methods
+    return root.get_submodule(".".join(names[:depth])), names[depth], layer_names[depth:], methods
 
 
 def _longest_lists(root: nn.Module, within: tuple[str, ...], without: tuple[str, ...] | list[str] = ()) -> list[str]:
@@ -438,7 +438,7 @@ def _longest_lists(root: nn.Module, within: tuple[str, ...], without: tuple[str,
 def _check_between(root: nn.Module, name: str, path: str, wanted: int) -> None:
     """Refuse a list of lists of layers between which the modules of another list run: SegFormer's, PoolFormer's."""
     layers, holder = root.get_submodule(path), root.get_submodule(path.rpartition(".")[0])
-    if not all(isinstance(one, nn.ModuleList) for one in layers.children()):
+    if not all(isinstance(child, nn.ModuleList) for child in layers.children()):
         return
     for key, other in holder.named_children():
         same = isinstance(other, nn.ModuleList) and other is not layers and len(other) == len(layers)  # type: ignore[arg-type]
@@ -453,17 +453,17 @@ def _check_between(root: nn.Module, name: str, path: str, wanted: int) -> None:
 
 def _submodules(module: nn.Module, touched: list[str]) -> list[str]:
     """The distinct submodules and parameters with parameters among `touched`, without those inside others."""
-    kept: list[str] = []
+    paths: list[str] = []
     for item in touched:
-        if item in kept:
+        if item in paths:
             continue
         if has_module(module, item):
             if next(module.get_submodule(item).parameters(), None) is None:
                 continue
         elif item.rpartition(".")[2] not in _owner(module, item)._parameters:
             continue
-        kept.append(item)
-    return [item for item in kept if not _under(item.rpartition(".")[0], kept)]
+        paths.append(item)
+    return [item for item in paths if not _under(item.rpartition(".")[0], paths)]
 
 
 def _owner(module: nn.Module, path: str) -> nn.Module:

@@ -175,10 +175,10 @@ class _Line:
             if not worth:
                 break
             entry = max(worth, key=lambda path: (self._must_open(path), self._size(path)))
-            found = self._opened(entry, any_code=few or self._is_mixed(entry))
-            if found:
+            inner = self._opened(entry, any_code=few or self._is_mixed(entry))
+            if inner:
                 at = self.entries.index(entry)
-                self.entries[at : at + 1] = found
+                self.entries[at : at + 1] = inner
             else:
                 whole.add(entry)
 
@@ -186,13 +186,13 @@ class _Line:
         """The members of a list; one without a state that stands in several places is no part and left out."""
         members = {f"{path}.{key}": self._module_at.get(f"{path}.{key}") for key in self._module_at[path]._modules}
         seen = [id(member) for member in members.values()]
-        found = [p for p, m in members.items() if m is not None and (seen.count(id(m)) == 1 or _has_state(m))]
-        self._listed.update(found)
-        return found
+        distinct = [p for p, m in members.items() if m is not None and (seen.count(id(m)) == 1 or _has_state(m))]
+        self._listed.update(distinct)
+        return distinct
 
     def inside(self, path: str, method: str = "forward") -> list[str]:
         """What a method of the module at `path` uses, in order."""
-        module, found = self._module_at[path], list[str]()
+        module, paths = self._module_at[path], list[str]()
         if method == "forward" and _is_container(module):
             return self.members(path)
         for item in accesses(module, method):
@@ -202,10 +202,10 @@ class _Line:
                 if _is_container(self._module_at[owner]):
                     full = owner  # its items, for instance
                 elif (function := method_of(type(self._module_at[owner]), name)) and is_followed(function):
-                    found += [full, *self.inside(owner, name)]
+                    paths += [full, *self.inside(owner, name)]
                     continue
-            found.append(full)
-        return [item for item, _ in groupby(found)]
+            paths.append(full)
+        return [item for item, _ in groupby(paths)]
 
     def _opened(self, path: str, any_code: bool) -> list[str]:
         module = self._module_at[path]
@@ -214,17 +214,17 @@ class _Line:
         has_list = any(_is_container(part) and len(part._modules) > 1 for part in module.modules())
         if path in self._listed or not (any_code or has_list):
             return []
-        found = self.inside(path)
-        return found if any(self._may_be_part(item) for item in found) else []
+        inner = self.inside(path)
+        return inner if any(self._may_be_part(item) for item in inner) else []
 
     def _modules(self) -> list[str]:
         return [entry for entry in self.entries if self.entries.count(entry) == 1 and self._may_be_part(entry)]
 
     def _may_be_part(self, path: str) -> bool:
         module = self._module_at.get(path)
-        if module is None or is_metric(module) or not any(is_in(path, one) for one in self._within):
+        if module is None or is_metric(module) or not any(is_in(path, owned) for owned in self._within):
             return False
-        return (path in self._listed or _has_state(module)) and not any(is_in(path, one) for one in self._without)
+        return (path in self._listed or _has_state(module)) and not any(is_in(path, other) for other in self._without)
 
     def _is_mixed(self, path: str) -> bool:
         """Whether another modality is inside of the module."""
@@ -273,23 +273,23 @@ def repeated(
     count = len(root.get_submodule(lists[0])) if lists else 0  # type: ignore[arg-type]
     best: list[str] = []
     for path, module in root.named_modules():
-        mine = any(is_in(path, one) or is_in(one, path) for one in within)
-        if not mine or any(is_in(path, one) for one in without) or isinstance(module, nn.ModuleList | nn.Sequential):
+        near = any(is_in(path, base) or is_in(base, path) for base in within)
+        if not near or any(is_in(path, base) for base in without) or isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         if count >= wanted and path != lists[0].rpartition(".")[0]:
             continue
-        if path and any(is_in(path, one) and path != one for one in lists):
+        if path and any(is_in(path, listed) and path != listed for listed in lists):
             continue  # inside of a layer
         for calls in looped_calls(module):
             full = [f"{path}.{call}".lstrip(".") for call in calls]
-            full = [one for one in full if next(root.get_submodule(one).parameters(), None) is not None]
-            allowed = all(any(is_in(one, name) for name in within) for one in full)
+            full = [call for call in full if next(root.get_submodule(call).parameters(), None) is not None]
+            allowed = all(any(is_in(call, name) for name in within) for call in full)
             if allowed and len(full) > max(len(best), count) and len(set(full)) < len(full):
                 best = full
     if len(best) < wanted:
         return None
     holder = best[0].rpartition(".")[0] if best[0].rpartition(".")[2].isdigit() else best[0]
-    if not all(is_in(one, holder) for one in best):
+    if not all(is_in(call, holder) for call in best):
         return None
     return holder, Parts(tuple(best))
 
@@ -349,8 +349,8 @@ def is_mentioned(root: nn.Module, path: str, method: str) -> bool:
     if len(parts) > 1 and isinstance(root.get_submodule(".".join(parts[:-1])), nn.ModuleDict):
         words.append(parts[-2])
     classes = [cls for at in range(len(parts) + 1) for cls in type(root.get_submodule(".".join(parts[:at]))).__mro__]
-    own = [cls for cls in classes if not cls.__module__.startswith(_UNREAD) and cls is not object]
-    return any(mentions(cls, words) for cls in own) or (parts[-1:] != [] and parts[-1].isdigit())
+    read_classes = [cls for cls in classes if not cls.__module__.startswith(_UNREAD) and cls is not object]
+    return any(mentions(cls, words) for cls in read_classes) or (parts[-1:] != [] and parts[-1].isdigit())
 
 
 def _holds(root: nn.Module, path: str, kind: str) -> bool:

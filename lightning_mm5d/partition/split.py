@@ -91,55 +91,55 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     Raises:
         ConfigError: what is asked for does not fit the model.
     """
-    found = find(root, modalities)
-    rows = units(root, found)
+    structure = find(root, modalities)
+    rows = units(root, structure)
     trainable = frozenset(name for name, p in root.named_parameters(remove_duplicate=False) if p.requires_grad)
     sizes: dict[str, list[int]] = {}
     named: dict[str, StageKey] = {}
-    kept: dict[str, tuple[Kept, ...]] = {}
+    kept_operations: dict[str, tuple[Kept, ...]] = {}
     pipelines: dict[str, tuple[tuple[int, ...], ...]] = {}
 
     def balanced(name: str, modality: Modality, count: int) -> list[int]:
-        said = path_of("pp_size" if modalities[name].pipeline.pipelines is None else "pipelines")
-        sizes = even_lengths(_enough(name, modality, count, said), modality.num_cuts)
+        option = path_of("pp_size" if modalities[name].pipeline.pipelines is None else "pipelines")
+        sizes = even_lengths(_enough(name, modality, count, option), modality.num_cuts)
         if modality.num_cuts == 1:
             return sizes
-        passes_on = _after_trained(name, found, modalities, rows, trainable)
+        passes_on = _after_trained(name, structure, modalities, rows, trainable)
         return _balanced(name, modality, rows[name], trainable, passes_on)
 
     for name, modality in modalities.items():
-        template, count = modality.pipeline.pipeline_template, len(found.parts[name].paths)
+        template, count = modality.pipeline.pipeline_template, len(structure.parts[name].paths)
         if not depends_on_cut(modality):
-            kept[name] = kept_of(name, modality, [count])
-            rows[name] = costed(rows[name], kept[name])
+            kept_operations[name] = kept_of(name, modality, [count])
+            rows[name] = costed(rows[name], kept_operations[name])
         if modality.pipeline.pipelines is not None:
             from_template = partial(_from_template, name=name, num_layers=count)
             sizes[name], pipelines[name] = part_of("pipelines").cut(name, modality, count, balanced, from_template)
         elif template is None:
             sizes[name] = balanced(name, modality, count)
         elif template.stages is not None and isinstance(template.stages[0], list):
-            sizes[name], extra = _from_names(root, name, template.stages, found.parts[name])
+            sizes[name], extra = _from_names(root, name, template.stages, structure.parts[name])
             named |= {module: StageKey(name, stage) for module, stage in extra.items()}
         else:
             sizes[name] = _from_template(f"modalities.{name}.pipeline.pipeline_template", name, template, count)
         if depends_on_cut(modality):
-            kept[name] = kept_of(name, modality, sizes[name])
-            rows[name] = costed(rows[name], kept[name])
+            kept_operations[name] = kept_of(name, modality, sizes[name])
+            rows[name] = costed(rows[name], kept_operations[name])
     stages: dict[str, tuple[StageCut, ...]] = {}
     for name, counts in sizes.items():
         ends = [0, *accumulate(counts)]
         stages[name] = tuple(StageCut(name, index, *span) for index, span in enumerate(pairwise(ends)))
-    held = _held(root, found, rows, stages, named)
+    held = _held(root, structure, rows, stages, named)
     owners = _owners(root, held)
-    kept = {name: one for name, one in kept.items() if one}
-    calls = () if found.ends is None else found.ends.boundaries
-    parts = found.encoders, found.layers, found.parts
-    return Partition(found.loss_modality, *parts, stages, owners, held, kept, calls, pipelines)
+    kept_operations = {name: per_layer for name, per_layer in kept_operations.items() if per_layer}
+    calls = () if structure.ends is None else structure.ends.boundaries
+    parts = structure.encoders, structure.layers, structure.parts
+    return Partition(structure.loss_modality, *parts, stages, owners, held, kept_operations, calls, pipelines)
 
 
 def _after_trained(
     name: str,
-    found: Found,
+    structure: Found,
     modalities: Mapping[str, Modality],
     rows: Mapping[str, Sequence[Unit]],
     trainable: frozenset[str],
@@ -147,10 +147,10 @@ def _after_trained(
     """Whether a modality's layers pass gradients on to another one."""
     consumers = consumers_of(modalities)
     return any(
-        any(not trainable.isdisjoint(unit.costs) for unit in rows[one])
-        or _after_trained(one, found, modalities, rows, trainable)
-        for one, encoder in found.encoders.items()
-        if (where := consumers[one].get(name, "last")) != "last" and not (encoder.used_late and where == "first")
+        any(not trainable.isdisjoint(unit.costs) for unit in rows[source])
+        or _after_trained(source, structure, modalities, rows, trainable)
+        for source, encoder in structure.encoders.items()
+        if (where := consumers[source].get(name, "last")) != "last" and not (encoder.used_late and where == "first")
     )
 
 
@@ -180,8 +180,8 @@ def _balanced(
     return best
 
 
-def _enough(name: str, modality: Modality, num_layers: int, said: str) -> int:
-    """The number of layers, where each stage gets one; else an error at the field that `said` how many stages."""
+def _enough(name: str, modality: Modality, num_layers: int, option: str) -> int:
+    """The number of layers, where each stage gets one; else an error at `option`, which says how many stages."""
     ranks, chunks, most = modality.stages, modality.pipeline.pp_chunks, max(num_layers, 1)
     if ranks * chunks > most:
         several = f"{ranks} ranks with {chunks} chunks each are {ranks * chunks} stages. " if chunks > 1 else ""
@@ -189,7 +189,7 @@ def _enough(name: str, modality: Modality, num_layers: int, said: str) -> int:
         if not num_layers:
             rule += ", and no code that calls submodules one after the other by their names"
         fewer = ", or fewer chunks (pp_chunks; the schedule zbv takes 2)" if chunks > 1 else ""
-        raise ConfigError(f"modalities.{name}.{said}", ranks, rule, f"Use at most {most // chunks or most}{fewer}")
+        raise ConfigError(f"modalities.{name}.{option}", ranks, rule, f"Use at most {most // chunks or most}{fewer}")
     return num_layers
 
 
@@ -260,7 +260,7 @@ def _from_names(root: nn.Module, name: str, stages: Sequence[Any], parts: Parts)
 
 def _held(
     root: nn.Module,
-    found: Found,
+    structure: Found,
     rows: Mapping[str, Sequence[Unit]],
     stages: Mapping[str, tuple[StageCut, ...]],
     named: Mapping[str, StageKey],
@@ -272,7 +272,7 @@ def _held(
     moved = {full: path for full in costs if (path := _nearest_above(full, named)) is not None}
     extra: dict[tuple[StageKey, bool], dict[str, float]] = {}
     for full, path in moved.items():
-        parts, layers = found.parts[named[path].modality], found.layers[named[path].modality]
+        parts, layers = structure.parts[named[path].modality], structure.layers[named[path].modality]
         before = 0 in parts.gaps(path) if layers is None else position(root, path, layers)[0]
         extra.setdefault((named[path], before), {})[full] = costs[full]
     held: dict[StageKey, tuple[Unit, ...]] = {}

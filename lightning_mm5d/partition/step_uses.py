@@ -53,15 +53,15 @@ class StepUses:
         while layers is not None:
             module = self._module_at[here]
             uses = [(joined(here, item), is_called) for item, is_called in touched(module, method)]
-            found = [
+            holders = [
                 full
                 for full, is_called in uses
                 if full != here and full in self._module_at and layers.startswith(f"{full}.")
                 if is_called or not any(is_in(other, full) for other in others)
             ]
-            if not found:
+            if not holders:
                 break
-            here, method = max(found, key=len), "forward"
+            here, method = max(holders, key=len), "forward"
             if not self._reaches(here, others):
                 return here
         parts = [] if layers is None else layers.split(".")
@@ -83,20 +83,20 @@ class StepUses:
         return [
             path
             for path in self._module_at
-            if path and self.paths and not any(is_in(path, one) or is_in(one, path) for one in used)
+            if path and self.paths and not any(is_in(path, used_path) or is_in(used_path, path) for used_path in used)
         ]
 
     def around(self, path: str, other: str) -> tuple[bool, bool] | None:
         """Tell whether the step uses `path` before and after its first use of `other`; None where it does not say."""
-        mine, its = list[int](), list[int]()
+        uses, others = list[int](), list[int]()
         for index, used in enumerate(self.paths):
-            one, two = _matched(used, path), _matched(used, other)
-            if one > two or (one == two and used == path):
-                mine.append(index)
-            elif two > one or used == other:
-                its.append(index)
-        its = [index for index in its if self.paths[index] == other] or its  # where it is called itself
-        return (mine[0] < its[0], mine[-1] > its[0]) if mine and its else None
+            depth, other_depth = _matched(used, path), _matched(used, other)
+            if depth > other_depth or (depth == other_depth and used == path):
+                uses.append(index)
+            elif other_depth > depth or used == other:
+                others.append(index)
+        others = [index for index in others if self.paths[index] == other] or others  # where it is called itself
+        return (uses[0] < others[0], uses[-1] > others[0]) if uses and others else None
 
     def after(self, boundary: str, layers: str | None) -> list[str]:
         """Return what the step uses of the inside of `boundary` after it called that: embeddings and heads."""
@@ -112,8 +112,8 @@ class StepUses:
         Raises:
             ConfigError: with the names of both.
         """
-        found = self.around(path, source_path)
-        if found == (True, False) and not is_in(source_path, path):
+        sides = self.around(path, source_path)
+        if sides == (True, False) and not is_in(source_path, path):
             rule = f"The step uses {path} before {source_path} alone, so it cannot compute with the result of that"
             fix = f"Leave it unset for an encoder, which feeds {source_name!r}, or call {path} later"
             raise ConfigError(f"modalities.{name}.feeds_from", source_name, rule, fix)
@@ -126,8 +126,8 @@ class StepUses:
             if full in self._module_at or owner == path or owner not in self._module_at or depth > 2:
                 yield full
             elif name in EMBEDDINGS:
-                found = getattr(self._module_at[owner], name)()
-                yield from (where for where, one in self._module_at.items() if one is found and is_in(where, owner))
+                table = getattr(self._module_at[owner], name)()
+                yield from (path for path, module in self._module_at.items() if module is table and is_in(path, owner))
             else:
                 yield full
                 yield from self._expanded(owner, name, depth + 1)
@@ -211,7 +211,7 @@ _DECODERS = {"talker": "talker", "image_head": "generation_head"}
 def cut_language(
     step: StepUses,
     name: str,
-    given: Encoder | None,
+    configured: Encoder | None,
     layers: str | None,
     encoders: Mapping[str, Encoder],
     decoders: Mapping[str, tuple[str, ...]],
@@ -221,7 +221,7 @@ def cut_language(
     Args:
         step: what the step uses.
         name: of the language model's modality.
-        given: where the user said that it is cut, if at all.
+        configured: where the user said that it is cut, if at all.
         layers: path of its list of layers.
         encoders: what was found of the other modalities.
         decoders: those that feed from others, with the names of these.
@@ -229,24 +229,24 @@ def cut_language(
     Raises:
         ConfigError: the step calls nothing that it could be cut at, or calls a modality before what that feeds from.
     """
-    found = given
-    if found is None:
-        others = [path for one in decoders for path in encoders[one].owns]
+    lm = configured
+    if lm is None:
+        others = [path for decoder in decoders for path in encoders[decoder].owns]
         path = step.boundary(f"modalities.{name}.boundary", layers, others)
-        found = Encoder((path,), (Boundary(path),))
-    paths = {one: encoders[one].boundaries[-1].path for one in decoders} | {name: found.boundaries[-1].path}
+        lm = Encoder((path,), (Boundary(path),))
+    paths = {decoder: encoders[decoder].boundaries[-1].path for decoder in decoders} | {name: lm.boundaries[-1].path}
     for decoder, sources in decoders.items():
-        for source in (one for one in sources if one in paths):
+        for source in (source for source in sources if source in paths):
             step.check_order(decoder, paths[decoder], source, paths[source])
-    return found
+    return lm
 
 
 def named_decoders(root: nn.Module) -> dict[str, Encoder]:
     """Return what `root` has under the customary names of modalities that run after the language model."""
-    found: dict[str, Encoder] = {}
+    decoders: dict[str, Encoder] = {}
     for path, module in root.named_modules():
         for name, attribute in _DECODERS.items():
-            if isinstance(getattr(module, attribute, None), nn.Module) and name not in found:
+            if isinstance(getattr(module, attribute, None), nn.Module) and name not in decoders:
                 inner = f"{path}.{attribute}" if path else attribute
-                found[name] = Encoder((inner,), (Boundary(inner),))
-    return found
+                decoders[name] = Encoder((inner,), (Boundary(inner),))
+    return decoders

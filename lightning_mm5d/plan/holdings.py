@@ -114,8 +114,8 @@ class DataShards:
 
     def owned_by(self, rank: int, names: Iterable[str]) -> dict[str, DataShard]:
         """Return what `rank` owns of the shared ones among the parameters `names` that it holds, in their order."""
-        found = {name: self.of(name, rank) for name in names} if self.exist else {}
-        return {name: shard for name, shard in found.items() if shard is not None}
+        shards = {name: self.of(name, rank) for name in names} if self.exist else {}
+        return {name: shard for name, shard in shards.items() if shard is not None}
 
     def local_shape(self, name: str, rank: int) -> tuple[int, ...]:
         """Return the shape of the local tensor of a parameter: what `rank` holds of it after tensor parallelism."""
@@ -127,13 +127,13 @@ class DataShards:
     def meeting(self, key: StageKey, rank: int) -> tuple[int, ...]:
         """Return the ranks that `rank` gathers the layers of a stage with, for each forward and each backward."""
         members = self._plan.topology.members[key]
-        found = set[int]()
+        ranks = set[int]()
         for member in members:
             modality = self._plan.modalities[member.modality]
             if modality.shared_stage == 3 and modality.sharding.reshard_after_forward:
                 size = self._shard_size(member.modality)
-                found.update(*(block for block in self._blocks_of(member, size) if rank in block and len(block) > 1))
-        return tuple(sorted(found.union(self.sharing_experts(key, rank))))
+                ranks.update(*(block for block in self._blocks_of(member, size) if rank in block and len(block) > 1))
+        return tuple(sorted(ranks.union(self.sharing_experts(key, rank))))
 
     def expert_layers(self, key: StageKey) -> list[ExpertLayer]:
         """Return the experts of a stage that ranks share, in the order of the module."""
@@ -143,11 +143,11 @@ class DataShards:
     def sharing_experts(self, key: StageKey, rank: int) -> tuple[int, ...]:
         """Return the ranks that share experts of a stage with `rank`, directly or through others."""
         layers = self.expert_layers(key)
-        found, new = set[int](), {rank} if layers else set[int]()
+        ranks, new = set[int](), {rank} if layers else set[int]()
         while new:
-            found |= new
-            new = {other for one in new for layer in layers for other in self.expert_block(layer, one)} - found
-        return tuple(sorted(found))
+            ranks |= new
+            new = {peer for member in new for layer in layers for peer in self.expert_block(layer, member)} - ranks
+        return tuple(sorted(ranks))
 
     def expert_block(self, layer: ExpertLayer, rank: int) -> tuple[int, ...]:
         """Return the ranks that share the experts of a layer with `rank`, which holds some of them."""
@@ -157,13 +157,13 @@ class DataShards:
 
     def groups(self) -> list[tuple[int, ...]]:
         """Return the ranks of every group that parameters are scattered, gathered or summed over, in one order."""
-        found = {ranks: None for copies in self._every() for ranks in (copies.block, copies.across)}
-        return [ranks for ranks in found if len(ranks) > 1]
+        groups = {ranks: None for copies in self._every() for ranks in (copies.block, copies.across)}
+        return [ranks for ranks in groups if len(ranks) > 1]
 
     def across(self) -> list[tuple[int, ...]]:
         """Return the ranks of every group that rows of several blocks are summed over, in one order."""
-        found = {copies.across: None for copies in self._every()}
-        return [ranks for ranks in found if len(ranks) > 1]
+        groups = {copies.across: None for copies in self._every()}
+        return [ranks for ranks in groups if len(ranks) > 1]
 
     def _every(self) -> Iterator[_Copies]:
         """Yield all that occur on any rank, in one order on all ranks."""
@@ -195,11 +195,11 @@ class DataShards:
         equal = set(sums[0].ranks)
         sizes = {key: experts.degree if experts else self._shard_size(key.modality) for key in keys}
         blocks = [block for key in keys for block in self._blocks_of(key, sizes[key]) if not equal.isdisjoint(block)]
-        block = next(one for one in blocks if rank in one)
-        if len(block) == 1 or any(len(one) != len(block) or not equal.issuperset(one) for one in blocks):
+        block = next(ranks for ranks in blocks if rank in ranks)
+        if len(block) == 1 or any(len(ranks) != len(block) or not equal.issuperset(ranks) for ranks in blocks):
             return None
         place = block.index(rank)
-        return _Copies(stages.pop(), block, tuple(sorted({one[place] for one in blocks})))
+        return _Copies(stages.pop(), block, tuple(sorted({ranks[place] for ranks in blocks})))
 
     def _cut_of(
         self, name: str, shape: tuple[int, ...], size: int, *, rests_own: bool
@@ -224,12 +224,12 @@ class DataShards:
         if (key, size) not in self._blocks:
             sizes = self._plan.layout.sizes(key.modality)
             instances = self._plan.topology.instances(self._plan.topology.stage_of[key])
-            found = []
+            blocks = []
             for index in range(sizes.tp):
                 copies = [rank for ranks in instances for rank in ranks[index :: sizes.tp]]
                 # ascending, as groups are: a placement may put cp outside dp
-                found += [tuple(sorted(copies[start : start + size])) for start in range(0, len(copies), size)]
-            self._blocks[key, size] = tuple(found)
+                blocks += [tuple(sorted(copies[start : start + size])) for start in range(0, len(copies), size)]
+            self._blocks[key, size] = tuple(blocks)
         return self._blocks[key, size]
 
 
@@ -246,7 +246,7 @@ def _cut(shape: Sequence[int], size: int, number: int, *, rests_own: bool) -> tu
     if not fits:
         return None
     uneven = {dim: -(-shape[dim] // size) * size / shape[dim] for dim in fits}
-    dim = 0 if uneven.get(0, 2.0) <= _BALANCED else min(fits, key=lambda one: (uneven[one], one))
+    dim = 0 if uneven.get(0, 2.0) <= _BALANCED else min(fits, key=lambda dim: (uneven[dim], dim))
     ranges = even_ranges(shape[dim], size)
     return dim, tuple(ranges[(place + number) % size] for place in range(size))
 
@@ -299,16 +299,16 @@ class Holding:
         if self.rows is None or tuple(shape) != self.own:
             return parts
         dim, (first, last) = self.rows.dim, self.rows.ranges[self.rows.place]
-        found = []
+        row_parts = []
         for part in parts:
             low, high = max(first, part.held[dim][0]), min(last, part.held[dim][1])
             start = part.full[dim][0] + low - part.held[dim][0]
             if low < high:
                 rows = (low - first, high - first)
-                found.append(
+                row_parts.append(
                     Part(with_range(part.held, dim, rows), with_range(part.full, dim, (start, start + high - low)))
                 )
-        return found
+        return row_parts
 
     def cut(self, full: Tensor, held: Tensor) -> Tensor:
         """Write the rank's part of a full tensor to `held`, which has one of the three forms; return it."""
@@ -367,11 +367,11 @@ class Holdings:
         """Return the ranks whose own rows make up a tensor: its primary ranks, and those that share with them."""
         primary, shard = self._plan.ownership.primary_ranks(name), self._plan.division.shards.get(name)
         chosen = primary[:1] if shard is None else [primary[index] for index in shard.distinct]
-        found: list[int] = []
+        ranks: list[int] = []
         for rank in chosen:
             rows = self._rows(name, rank)
-            found += (rank,) if rows is None else rows.block
-        return tuple(found)
+            ranks += (rank,) if rows is None else rows.block
+        return tuple(ranks)
 
     def _rows(self, name: str, rank: int) -> DataShard | None:
         return self._shards.of(self._first[name], rank) if name in self._first else None

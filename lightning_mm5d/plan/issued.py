@@ -52,11 +52,13 @@ def ordered_timing(plan: Plan) -> SumTiming:
     before it serves those of other ranks.
     """
     topology, owners, layout = plan.topology, plan.partition.owners, plan.layout
-    alone = all(len(topology.connected_replicas(rank)) == 1 for rank in range(layout.size))
-    alone &= all(layout.sizes(name).dp == layout.num_replicas for name in layout.modalities)
-    gathers = any(one.shared_stage == 3 and one.sharding.reshard_after_forward for one in plan.modalities.values())
+    are_separate = all(len(topology.connected_replicas(rank)) == 1 for rank in range(layout.size))
+    are_separate &= all(layout.sizes(name).dp == layout.num_replicas for name in layout.modalities)
+    gathers = any(
+        modality.shared_stage == 3 and modality.sharding.reshard_after_forward for modality in plan.modalities.values()
+    )
     return SumTiming(
-        early=not gathers and (alone or not topology.edges),
+        early=not gathers and (are_separate or not topology.edges),
         inside=not plan.experts and all(layout.sizes(name).cp == 1 for name in layout.modalities),
         late=frozenset(name for name in plan.sizes if len({topology.stage_of[key] for key in owners[name]}) > 1),
     )
@@ -103,25 +105,25 @@ class Issued:
         """Return what `rank` issues and waits for, in order."""
         schedule, order = self._order(rank)
         actions = self._plan.topology.actions_of(rank, schedule, self._count)
-        left: list[Operation] = []  # issued, and waited for at the end of the step
+        pending: list[Operation] = []  # issued, and waited for at the end of the step
         sums = {} if self._forward_only else self._sums(rank)
         last = {action.stage: action for action in actions if action.kind is not Kind.F}
-        found: list[Step] = []
+        steps: list[Step] = []
         met: Counter[Any] = Counter()
         for action, receives, sends in order.turns(actions):
-            found += [Step(one) for message in receives for one in self._received(message, rank)]
+            steps += [Step(operation) for message in receives for operation in self._received(message, rank)]
             for message in order.needed(action):
-                found += [Step(one, waits=True) for one in self._received(message, rank)]
-                found += self._gather(message, rank)
-            found += self._meeting(("collectives", action), action.stage, action.microbatch, rank)
-            found += self._replicas(action, rank, met)
+                steps += [Step(operation, waits=True) for operation in self._received(message, rank)]
+                steps += self._gather(message, rank)
+            steps += self._meeting(("collectives", action), action.stage, action.microbatch, rank)
+            steps += self._replicas(action, rank, met)
             early = sums.pop(action.stage, []) if last.get(action.stage) == action else []
-            left += early
-            found += map(Step, early)
-            left += (one for message in sends for one in self._sent(message, rank))
-            found += (Step(one) for message in sends for one in self._sent(message, rank))
-        late = [one for stage in sorted(sums, key=str) for one in sums[stage]]
-        return [*found, *map(Step, late), *(Step(one, waits=True) for one in (*left, *late))]
+            pending += early
+            steps += map(Step, early)
+            pending += (operation for message in sends for operation in self._sent(message, rank))
+            steps += (Step(operation) for message in sends for operation in self._sent(message, rank))
+        late = [operation for stage in sorted(sums, key=str) for operation in sums[stage]]
+        return [*steps, *map(Step, late), *(Step(operation, waits=True) for operation in (*pending, *late))]
 
     def _order(self, rank: int) -> tuple[Schedule, IssueOrder]:
         key = self._plan.topology.connected_replicas(rank)
@@ -148,10 +150,10 @@ class Issued:
         return self._known[message]
 
     def _received(self, message: Message, rank: int) -> list[Operation]:
-        return [one for one in self._operations(message) if one.ranks[1] == rank]
+        return [operation for operation in self._operations(message) if operation.ranks[1] == rank]
 
     def _sent(self, message: Message, rank: int) -> list[Operation]:
-        return [one for one in self._operations(message) if one.ranks[0] == rank]
+        return [operation for operation in self._operations(message) if operation.ranks[0] == rank]
 
     def _gather(self, message: Message, rank: int) -> list[Step]:
         sources, targets = (self._ranks_at(stage, message.microbatch) for stage in (message.source, message.target))
@@ -178,13 +180,13 @@ class Issued:
 
         Ranks that ran no microbatch join them.
         """
-        found: dict[StageKey | None, set[tuple[int, ...]]] = {}
+        by_stage: dict[StageKey | None, set[tuple[int, ...]]] = {}
         for name, sums in sums_of(self._plan, rank).items():
             if name in self._trainable:
-                found.setdefault(self._ending_stage(name), set()).update(one.ranks for one in sums)
+                by_stage.setdefault(self._ending_stage(name), set()).update(summed.ranks for summed in sums)
         return {
-            stage: [Operation(("gradients", stage, one), one, ("gradients", *one)) for one in sorted(groups)]
-            for stage, groups in found.items()
+            stage: [Operation(("gradients", stage, ranks), ranks, ("gradients", *ranks)) for ranks in sorted(groups)]
+            for stage, groups in by_stage.items()
         }
 
     def _ending_stage(self, name: str) -> StageKey | None:
@@ -227,8 +229,8 @@ def _ends(plan: Plan, schedule: AnySchedule, count: int, trainable: frozenset[st
         key = topology.connected_replicas(rank)
         if key not in built:
             built[key] = plan.graphs.schedule(schedule, count, trainable, rank=rank)
-        graphs[rank], found = built[key]
-        actions[rank] = topology.actions_of(rank, found, count)
+        graphs[rank], built_schedule = built[key]
+        actions[rank] = topology.actions_of(rank, built_schedule, count)
 
     def meets(rank: int, action: Action) -> tuple[int, ...]:
         return shards.meeting(action.stage, rank) if gathers(action) else ()
@@ -254,6 +256,6 @@ def _conditional(plan: Plan) -> str | None:
             continue
         held = [layer.path for layer in plan.experts.values() if layer.modality == name]
         for path in plan.partition.parts[name].paths:
-            if sum(one.startswith(f"{path}.") for one in held) > 1:
+            if sum(expert_path.startswith(f"{path}.") for expert_path in held) > 1:
                 return path
     return None

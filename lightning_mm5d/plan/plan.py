@@ -82,8 +82,8 @@ class Plan:
             rule = "Ranks give each other weights and buffers as dense tensors"
             fix = "Make it dense, or delete it where training does not use it (`del whisper.alignment_heads`)"
             raise ConfigError(sparse, f"a tensor of layout {dense[sparse].layout}", rule, fix)
-        has_parts = any(one.tp * one.pp * one.cp > 1 for one in layout.axes.values())
-        has_parts = has_parts or any(one.shared_stage for one in modalities.values())
+        has_parts = any(axes.tp * axes.pp * axes.cp > 1 for axes in layout.axes.values())
+        has_parts = has_parts or any(modality.shared_stage for modality in modalities.values())
         check_scripted(module, modalities, has_parts=has_parts)
         sizes = {name: p.numel() for name, p in parameters.items()}
         tied = frozenset(parameters) - {name for name, _ in module.named_parameters()}
@@ -137,7 +137,7 @@ Kind = Literal["gradients", "parameters", "payloads", "tensor_parallel"]
 def encoding_of(modality: Modality, kind: Kind) -> Encoding | None:
     """Return how a modality's traffic of one kind is encoded; None sends tensors as they are."""
     every = (module.encoding_of(modality, kind) for module in parts("encoding"))
-    return next((one for one in every if one is not None), None)
+    return next((encoding for encoding in every if encoding is not None), None)
 
 
 class Traffic(NamedTuple):
@@ -176,9 +176,9 @@ def traffic_of(plan: Plan, name: str, ranks: Sequence[int], dtype: torch.dtype) 
     modalities = [plan.modalities[modality] for modality in dict.fromkeys(stage.modality for stage in stages)]
 
     def of(kind: Kind) -> Encoding | None:
-        found = {encoding_of(modality, kind) for modality in modalities}
-        one = found.pop() if len(found) == 1 else None
-        return one if one is not None and one.changes(dtype) else None
+        encodings = {encoding_of(modality, kind) for modality in modalities}
+        encoding = encodings.pop() if len(encodings) == 1 else None
+        return encoding if encoding is not None and encoding.changes(dtype) else None
 
     gradients, parameters = of("gradients"), of("parameters")
     copied = name not in plan.division.shards and set(plan.ownership.ranks_holding(name)) != set(ranks)

@@ -101,7 +101,7 @@ class Ownership:
         Where tensor parallel degrees differ, each of the instance's ranks has the full gradient: one over their number.
         """
         instances = self._instances(name)
-        ranks, tp = next(one for one in instances if rank in one[0])
+        ranks, tp = next(instance for instance in instances if rank in instance[0])
         return (1.0 if len({tp for _, tp in instances}) > 1 else tp) / len(ranks)
 
     def cp_degree(self, name: str, rank: int) -> int:
@@ -111,8 +111,8 @@ class Ownership:
         """
         if name not in self.topology.partition.owners:
             return 0
-        found = {len(ranks) // tp for ranks, tp in self._instances(name) if rank in ranks}
-        return found.pop() if len(found) == 1 else 0
+        degrees = {len(ranks) // tp for ranks, tp in self._instances(name) if rank in ranks}
+        return degrees.pop() if len(degrees) == 1 else 0
 
     def primary_ranks(self, name: str) -> tuple[int, ...]:
         """Return the ranks whose copy of a parameter or buffer is saved and counted in norms.
@@ -290,15 +290,15 @@ class StageGraphs:
         """`build`, and `side_by_side` where a schedule's rank stands for several instances of a stage."""
         if grouping is not None:
             return grouping.expanded(self._build(schedule, grouping.coarse(graph), forward_only=forward_only))
-        made = build(schedule, graph, forward_only=forward_only)
+        built = build(schedule, graph, forward_only=forward_only)
         lead = self.topology.lead_of_rank
         widths = {
             stage: max(Counter(lead[ranks[0]] for ranks in self.topology.instances(stage)).values())
             for stage in self.topology.members
         }
         if max(widths.values()) == 1 or not _is_named(schedule):
-            return made
-        return side_by_side(made, graph, widths, forward_only=forward_only)
+            return built
+        return side_by_side(built, graph, widths, forward_only=forward_only)
 
     def full_graph(self, schedule: object, count: int, module: nn.Module) -> Graph:
         """Return the graph of stages of all replicas, placed for `schedule`; arguments as in `simulate`."""
@@ -351,12 +351,12 @@ class StageGraphs:
 
     def _instances(self, stage: StageKey, replicas: Sequence[int]) -> dict[int, dict[int, list[Share]]]:
         """For each of a schedule's ranks the instances of a stage that serve `replicas`, with what each serves."""
-        layout, found = self.topology.layout, dict[int, dict[int, list[Share]]]()
+        layout, by_lead = self.topology.layout, dict[int, dict[int, list[Share]]]()
         for dp, ranks in enumerate(self.topology.instances(stage)):
             served = [share for share in layout.serves(stage.modality, dp) if share.replica in replicas]
             if served:
-                found.setdefault(self.topology.lead_of_rank[ranks[0]], {})[dp] = served
-        return found
+                by_lead.setdefault(self.topology.lead_of_rank[ranks[0]], {})[dp] = served
+        return by_lead
 
 
 def _is_named(schedule: AnySchedule) -> bool:

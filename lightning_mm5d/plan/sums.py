@@ -46,7 +46,7 @@ class Summed(NamedTuple):
 
 def sum_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Return the ranks of every group of the plan that gradients are summed over, in one order on all ranks."""
-    found: dict[tuple[int, ...], None] = {}
+    groups: dict[tuple[int, ...], None] = {}
     seen: set[Any] = set()
     for name in plan.sizes:
         kind = _kind(plan, name)
@@ -54,27 +54,27 @@ def sum_groups(plan: Plan) -> list[tuple[int, ...]]:
             continue
         seen.add(kind)
         if name in plan.division.shared:
-            found[plan.ownership.ranks_holding(name)] = None
+            groups[plan.ownership.ranks_holding(name)] = None
         elif name in plan.division.shards:
             shard, holders = plan.division.shards[name], plan.ownership.ranks_by_shard(name)
             for index in range(len(holders)):
-                found |= dict.fromkeys(_with(holders, segment) for segment in shard.segments(index))
+                groups |= dict.fromkeys(_with(holders, segment) for segment in shard.segments(index))
         else:
-            found |= dict.fromkeys(plan.ownership.ranks_by_shard(name))
-    return [ranks for ranks in found if len(ranks) > 1]
+            groups |= dict.fromkeys(plan.ownership.ranks_by_shard(name))
+    return [ranks for ranks in groups if len(ranks) > 1]
 
 
 def sums_of(plan: Plan, rank: int) -> dict[str, tuple[Summed, ...]]:
     """Return what `rank` sums with others, by name of the parameter; skips parameters that only this rank holds."""
-    known: dict[Any, tuple[Summed, ...]] = {}
-    found: dict[str, tuple[Summed, ...]] = {}
+    by_kind: dict[Any, tuple[Summed, ...]] = {}
+    sums: dict[str, tuple[Summed, ...]] = {}
     for name in plan.sizes:
         kind = _kind(plan, name)
-        if kind not in known:
-            known[kind] = tuple(one for one in _sums(plan, name, rank) if len(one.ranks) > 1)
-        if known[kind]:
-            found[name] = known[kind]
-    return found
+        if kind not in by_kind:
+            by_kind[kind] = tuple(summed for summed in _sums(plan, name, rank) if len(summed.ranks) > 1)
+        if by_kind[kind]:
+            sums[name] = by_kind[kind]
+    return sums
 
 
 def summed_by(plan: Plan, name: str, rank: int) -> tuple[Summed, ...]:
@@ -87,15 +87,15 @@ def counted_of(plan: Plan, rank: int, names: Iterable[str]) -> dict[str, Rows | 
 
     It skips parameters that only other ranks count; None stands for the whole local tensor.
     """
-    known: dict[Any, tuple[Rows | None, ...]] = {}
-    found: dict[str, Rows | None] = {}
+    by_kind: dict[Any, tuple[Rows | None, ...]] = {}
+    counted: dict[str, Rows | None] = {}
     for name in names:
         kind = _kind(plan, name)
-        if kind not in known:
-            known[kind] = tuple(_counts(plan, name, rank))
-        for rows in known[kind]:
-            found[name] = rows
-    return found
+        if kind not in by_kind:
+            by_kind[kind] = tuple(_counts(plan, name, rank))
+        for rows in by_kind[kind]:
+            counted[name] = rows
+    return counted
 
 
 def _kind(plan: Plan, name: str) -> tuple[tuple[str, ...], Shard | None, bool]:
@@ -137,6 +137,6 @@ def _counts(plan: Plan, name: str, rank: int) -> Iterator[Rows | None]:
         return
     index = primary.index(rank)
     held = shard.segments(index)
-    own = tuple(segment for segment in held if segment.sharers[0] == index)
-    if own:
-        yield None if own == held else Rows(shard.dim, own)
+    counted = tuple(segment for segment in held if segment.sharers[0] == index)
+    if counted:
+        yield None if counted == held else Rows(shard.dim, counted)

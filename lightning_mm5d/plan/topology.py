@@ -65,11 +65,11 @@ class Topology:
     @cached_property
     def members(self) -> dict[StageKey, tuple[StageKey, ...]]:
         """For each stage, the stages of the partition that it runs: ``{"language.0": ("vision.0", "language.0")}``."""
-        found: dict[StageKey, list[StageKey]] = {}
+        members: dict[StageKey, list[StageKey]] = {}
         for name, cuts in self.partition.stages.items():
             for cut in cuts:
-                found.setdefault(StageKey(self._owners[name], cut.index), []).append(cut.name)
-        return {key: tuple(names) for key, names in found.items()}
+                members.setdefault(StageKey(self._owners[name], cut.index), []).append(cut.name)
+        return {key: tuple(names) for key, names in members.items()}
 
     @cached_property
     def _owners(self) -> dict[str, str]:
@@ -80,13 +80,13 @@ class Topology:
         reached: dict[str, set[str]] = {}
         for name in reversed(self.order):
             fed = self.consumers.get(name, {})
-            reached[name] = set(fed).union(*(reached[one] for one in fed))
-        found: dict[str, str] = {}
+            reached[name] = set(fed).union(*(reached[consumer] for consumer in fed))
+        owners: dict[str, str] = {}
         for name in self.layout.modalities:
             groups: dict[str, list[str]] = {}
-            for other, owner in found.items():
-                groups.setdefault(owner, []).append(other)
-            found[name] = next(
+            for member, owner in owners.items():
+                groups.setdefault(owner, []).append(member)
+            owners[name] = next(
                 (
                     owner
                     for owner, group in groups.items()
@@ -94,13 +94,13 @@ class Topology:
                 ),
                 name,
             )
-        return found
+        return owners
 
     def _is_between(self, group: Sequence[str], reached: Mapping[str, set[str]]) -> bool:
         """Whether a modality on other ranks runs after one of `group` and before another one."""
         return any(
             not self.layout.same_ranks(other, group[0])
-            and any(other in reached[one] for one in group)
+            and any(other in reached[name] for name in group)
             and not reached[other].isdisjoint(group)
             for other in self.layout.modalities
         )
@@ -118,26 +118,26 @@ class Topology:
     @cached_property
     def consumes(self) -> dict[StageKey, frozenset[str]]:
         """For each stage that receives encoders' results, the names of these encoders."""
-        found: dict[StageKey, set[str]] = {}
+        consumed: dict[StageKey, set[str]] = {}
         for name, encoder in self.partition.encoders.items():
             source = self.stage_of[self.partition.stages[name][-1].name]
             for consumer, where in self.consumers[name].items():
                 stages = [self.stage_of[cut.name] for cut in self.partition.stages[consumer]]
                 for target in _targets(stages, where, used_late=encoder.used_late):
                     if target != source:
-                        found.setdefault(target, set()).add(name)
-        return {key: frozenset(names) for key, names in found.items()}
+                        consumed.setdefault(target, set()).add(name)
+        return {key: frozenset(names) for key, names in consumed.items()}
 
     @cached_property
     def edges(self) -> tuple[tuple[StageKey, StageKey], ...]:
         """Pairs (source stage, target stage), sorted."""
-        found: list[tuple[StageKey, StageKey]] = []
+        edges: list[tuple[StageKey, StageKey]] = []
         for cuts in self.partition.stages.values():
             keys = [self.stage_of[cut.name] for cut in cuts]
-            found += itertools.pairwise(keys)
+            edges += itertools.pairwise(keys)
         for target, names in self.consumes.items():
-            found += [(self.stage_of[self.partition.stages[name][-1].name], target) for name in names]
-        return tuple(sorted(set(found)))
+            edges += [(self.stage_of[self.partition.stages[name][-1].name], target) for name in names]
+        return tuple(sorted(set(edges)))
 
     def ranks_of(self, stage: StageKey) -> tuple[int, ...]:
         """Return the ranks of a stage: those of instance 0, then of instance 1, and so on."""
@@ -232,13 +232,13 @@ class Topology:
         served: dict[int, set[int]] = {}
         for rank, lead in self.lead_of_rank.items():
             served.setdefault(lead, set()).update(self.layout.replicas_of_rank(rank))
-        found: list[tuple[frozenset[int], set[int]]] = []
+        groups: list[tuple[frozenset[int], set[int]]] = []
         for lead, replicas in served.items():
-            joined = [one for one in found if not replicas.isdisjoint(one[1])]
-            found = [one for one in found if replicas.isdisjoint(one[1])]
+            joined = [group for group in groups if not replicas.isdisjoint(group[1])]
+            groups = [group for group in groups if replicas.isdisjoint(group[1])]
             leads = frozenset({lead}).union(*(others for others, _ in joined))
-            found.append((leads, replicas.union(*(others for _, others in joined))))
-        return [(leads, tuple(sorted(replicas))) for leads, replicas in found]
+            groups.append((leads, replicas.union(*(others for _, others in joined))))
+        return [(leads, tuple(sorted(replicas))) for leads, replicas in groups]
 
     def actions_of(self, rank: int, schedule: Schedule, count: int) -> list[Action]:
         """Return the actions that `rank` itself runs, of those that a schedule lists for its lead.

@@ -130,13 +130,13 @@ class _CrossEntropy(torch.autograd.Function):
         rows, columns = local.shape
         precise = torch.promote_types(local.dtype, torch.float32)
         logits = local.to(precise)
-        own = counts & (target >= start) & (target < start + columns)
-        column = torch.where(own, target - start, 0).unsqueeze(1)
+        is_here = counts & (target >= start) & (target < start + columns)
+        column = torch.where(is_here, target - start, 0).unsqueeze(1)
         empty = logits.new_zeros(rows)
         top = logits.amax(1) if columns else empty - torch.inf
         base = torch.where(top == -torch.inf, 0.0, top)
         softmax = (logits - base.unsqueeze(1)).exp_()
-        chosen = torch.where(own, logits.gather(1, column).squeeze(1), 0.0) if columns else empty
+        chosen = torch.where(is_here, logits.gather(1, column).squeeze(1), 0.0) if columns else empty
         told = torch.stack([top, softmax.sum(1), chosen, *([logits.sum(1)] if smoothing else [])])
         merged = group.gather(told.unsqueeze(0), 0, [1] * group.size, exact=True)  # [R, 3 or 4, N]
         tops, totals = merged[:, 0], merged[:, 1]
@@ -149,21 +149,21 @@ class _CrossEntropy(torch.autograd.Function):
             losses = losses * (1 - smoothing) + (level - merged[:, 3].sum(0) / classes) * smoothing
         losses = losses.masked_fill_(~counts, 0.0)
         softmax.mul_(((top - highest).exp() / total).unsqueeze(1))
-        ctx.save_for_backward(softmax.to(local.dtype), column, own, counts)
+        ctx.save_for_backward(softmax.to(local.dtype), column, is_here, counts)
         ctx.smoothing, ctx.classes = smoothing, classes
         return losses
 
     @staticmethod
     @ends_graph
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        softmax, column, own, counts = ctx.saved_tensors
+        softmax, column, is_here, counts = ctx.saved_tensors
         of_rows = gradients[0].masked_fill(~counts, 0.0).unsqueeze(1)
         # With the graph goes the softmax, and this may take its memory.
         last = backward_frees_graph()
         scale = of_rows.to(softmax.dtype)
         gradient = softmax.mul_(scale) if last else softmax * scale
         if softmax.shape[1]:
-            at_target = of_rows * own.unsqueeze(1) * (ctx.smoothing - 1)
+            at_target = of_rows * is_here.unsqueeze(1) * (ctx.smoothing - 1)
             gradient.scatter_add_(1, column, at_target.to(gradient.dtype))
         if ctx.smoothing:
             gradient -= (of_rows * (ctx.smoothing / ctx.classes)).to(gradient.dtype)
@@ -181,9 +181,9 @@ def along_classes(name: str, otherwise: Rule | None = None) -> Rule:
     def rule(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         x = args[0]
         if type(x) is Sharded and x.sharding.dim == -1 and isinstance(x.group, TensorGroup) and 0 not in x.lengths:
-            found = _RULES[name](func, args, kwargs)
-            if found is not NotImplemented:
-                return found
+            result = _RULES[name](func, args, kwargs)
+            if result is not NotImplemented:
+                return result
         return NotImplemented if otherwise is None else otherwise(func, args, kwargs)
 
     return rule
@@ -209,8 +209,8 @@ def _logsumexp(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     options = dict(zip(("dim", "keepdim"), args[1:], strict=False)) | dict(kwargs)
     if len(args) > 3 or options.keys() - {"dim", "keepdim"} or _dims(options.get("dim", ()), x.local.dim()) != [-1]:
         return NotImplemented
-    found = _log_sum_exp(x.local, x.group).to(_dtype(func, x, options))
-    return found if options.get("keepdim") else found.squeeze(-1)
+    log_sums = _log_sum_exp(x.local, x.group).to(_dtype(func, x, options))
+    return log_sums if options.get("keepdim") else log_sums.squeeze(-1)
 
 
 def _softmax(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -223,8 +223,8 @@ def _softmax(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         return NotImplemented
     dtype = _dtype(func, x, {"dim": -1, "dtype": options.get("dtype")})
     wide = x.local.to(_precise(dtype))
-    found = wide - x.group.copied(_log_sum_exp(wide, x.group))
-    return as_sharded((found.exp() if func.__name__ == "softmax" else found).to(dtype), x.sharding)
+    log_softmax = wide - x.group.copied(_log_sum_exp(wide, x.group))
+    return as_sharded((log_softmax.exp() if func.__name__ == "softmax" else log_softmax).to(dtype), x.sharding)
 
 
 def _gather(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -244,8 +244,8 @@ def _gather(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         return NotImplemented  # torch's own error
     place = index - sum(lengths[: group.index])
     elsewhere = (place < 0) | (place >= x.local.shape[-1])
-    found = x.local.gather(-1, place.masked_fill(elsewhere, 0)).masked_fill(elsewhere, 0)
-    return reduce(found, group, is_fresh=True)
+    values = x.local.gather(-1, place.masked_fill(elsewhere, 0)).masked_fill(elsewhere, 0)
+    return reduce(values, group, is_fresh=True)
 
 
 _RULES: dict[str, Rule] = {
@@ -270,11 +270,11 @@ def _dims(dim: Any, count: int) -> list[int] | None:
     """The dims of a reduction, negative; None where the classes are not among them."""
     dims = range(-count, 0) if dim is None else [dim] if type(dim) is int else dim
     if not isinstance(dims, list | tuple | range) or any(
-        type(one) is not int or not -count <= one < count for one in dims
+        type(dim) is not int or not -count <= dim < count for dim in dims
     ):
         return None
-    found = [one if one < 0 else one - count for one in dims]
-    return found if -1 in found and len(set(found)) == len(found) else None
+    negative = [dim if dim < 0 else dim - count for dim in dims]
+    return negative if -1 in negative and len(set(negative)) == len(negative) else None
 
 
 def _dtype(func: Callable[..., Any], x: Sharded, options: Mapping[str, Any]) -> torch.dtype:
@@ -317,8 +317,8 @@ def padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, multiple: int)
         bias: ``[C]``.
         multiple: of which the number of rows in the product is one.
     """
-    found = F.linear(x, padded_rows(weight, multiple), None if bias is None else padded_rows(bias, multiple))
-    return without_padding(found, -1, weight.shape[0])
+    product = F.linear(x, padded_rows(weight, multiple), None if bias is None else padded_rows(bias, multiple))
+    return without_padding(product, -1, weight.shape[0])
 
 
 def without_padding(x: Tensor, dim: int, length: int) -> Tensor:

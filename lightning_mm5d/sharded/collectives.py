@@ -198,24 +198,26 @@ class TensorGroup:
     def start_gather(self, local: Tensor, dim: int, lengths: Sequence[int], *, exact: bool = False) -> Wait:
         """Start `gather`; return what waits for it. All ranks wait in the order in which they start."""
         longest, dim = max(lengths), dim % local.dim()
-        own = local.detach()
+        padded = local.detach()
         if lengths[self.index] < longest:
-            shape = [*own.shape]
+            shape = [*padded.shape]
             shape[dim] = longest - lengths[self.index]
-            own = torch.cat([own, own.new_zeros(shape)], dim)
-        shards = own.new_empty(self.size, *own.shape)
+            padded = torch.cat([padded, padded.new_zeros(shape)], dim)
+        shards = padded.new_empty(self.size, *padded.shape)
         work = None
         if not self.is_silent:
-            own = own.contiguous()
-            work = all_gather_single(shards.flatten(0, 1), own, group=self.group, async_op=True)
+            padded = padded.contiguous()
+            work = all_gather_single(shards.flatten(0, 1), padded, group=self.group, async_op=True)
             self.moved += shards.nbytes * (self.size - 1) / self.size
 
         def full() -> Tensor:
             if any(length != longest for length in lengths):
-                return torch.cat([one.narrow(dim, 0, length) for one, length in zip(shards, lengths, strict=True)], dim)
+                return torch.cat(
+                    [shard.narrow(dim, 0, length) for shard, length in zip(shards, lengths, strict=True)], dim
+                )
             return owned(shards.movedim(0, dim).flatten(dim, dim + 1))
 
-        return self._after(work, full, own)
+        return self._after(work, full, padded)
 
     def sum_scattered(self, full: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """Return this rank's shard along `dim` of the sum over ranks; the shards are `lengths` long."""
@@ -229,8 +231,8 @@ class TensorGroup:
             shape = [self.size, *full.shape]
             shape[dim + 1] = longest
             shards = full.new_zeros(shape)
-            for one, piece, length in zip(shards, full.split(list(lengths), dim), lengths, strict=True):
-                one.narrow(dim, 0, length).copy_(piece)
+            for shard, piece, length in zip(shards, full.split(list(lengths), dim), lengths, strict=True):
+                shard.narrow(dim, 0, length).copy_(piece)
         else:
             shards = full.unflatten(dim, (self.size, longest)).movedim(dim, 0).contiguous()
         local = shards.new_empty(shards.shape[1:])
@@ -252,12 +254,12 @@ class TensorGroup:
         unit = math.prod(size for dim, size in enumerate(shape) if dim != source % local.dim())
         counts = [unit * length for length in before]
         sent = torch.cat([piece.reshape(-1) for piece in pieces])
-        found = sent.new_empty(sum(counts))
+        received = sent.new_empty(sum(counts))
         if not self.is_silent:
             lengths = [piece.numel() for piece in pieces]
-            self.wait(dist.all_to_all_single(found, sent, counts, lengths, group=self.group, async_op=True))
+            self.wait(dist.all_to_all_single(received, sent, counts, lengths, group=self.group, async_op=True))
             self.moved += (sent.numel() - pieces[self.index].numel()) * sent.element_size()
-        rows = zip(found.split(counts), before, strict=True)
+        rows = zip(received.split(counts), before, strict=True)
         return torch.cat([row.view(with_length(shape, source, length)) for row, length in rows], source)
 
     # --- what a `Sharded` asks of its group, in autograd's graph ---
@@ -291,9 +293,9 @@ class TensorGroup:
 
 def with_length(shape: Sequence[int], dim: int, length: int) -> list[int]:
     """`shape` with another length of one dim."""
-    found = [*shape]
-    found[dim] = length
-    return found
+    new_shape = [*shape]
+    new_shape[dim] = length
+    return new_shape
 
 
 def owned(x: Tensor) -> Tensor:

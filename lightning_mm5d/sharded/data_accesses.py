@@ -28,8 +28,8 @@ def accesses(notice: Callable[[Tensor, Tensor, bool], None]) -> Iterator[None]:
         notice: gets the parameter, the data that are read or will be set, and whether they will be set.
     """
 
-    found = vars(nn.Parameter).get("data")
-    data = found if isinstance(found, _NoticedData) else _NoticedData()
+    descriptor = vars(nn.Parameter).get("data")
+    data = descriptor if isinstance(descriptor, _NoticedData) else _NoticedData()
     data.notices.append(notice)
     nn.Parameter.data = data  # type: ignore[assignment]
     try:
@@ -86,7 +86,7 @@ def refused_writes(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[None]:
     with accesses(notice):
         yield
     written = [id(parameter) for parameter, data, version in reads if data._version != version]
-    written += [one for one, address in last.items() if address != first[one]]
+    written += [key for key, address in last.items() if address != first[key]]
     if written:
         rule = (
             "With zero_stage=3 and with main_params parameters show copies in a step, to which a write through `data` "

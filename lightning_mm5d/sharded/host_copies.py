@@ -70,12 +70,12 @@ class HostCopies(TorchFunctionMode):
 
     def of(self, x: Tensor) -> Tensor:
         """Return what `x` holds, on the host; not to be written to. Waits for the device where that is not known."""
-        found = self.find(x)
-        if found is None:
+        host_copy = self.find(x)
+        if host_copy is None:
             self.waits += 1
-            found = x.detach().cpu()
-            self.note(x, found)
-        return found
+            host_copy = x.detach().cpu()
+            self.note(x, host_copy)
+        return host_copy
 
     def find(self, x: Tensor) -> Tensor | None:
         """Return what `x` holds, on the host, if that is known."""
@@ -126,7 +126,7 @@ class HostCopies(TorchFunctionMode):
             self._write(written)
         if name in _FOLLOWED:
             results = result if isinstance(result, tuple) else (result,)
-            if any(isinstance(one, Tensor) and not self.is_here(one) and _is_small(one) for one in results):
+            if any(isinstance(output, Tensor) and not self.is_here(output) and _is_small(output) for output in results):
                 self._follow(name, func, args, kwargs, results)
         elif name in _MADE and isinstance(result, Tensor) and not self.is_here(result):
             self._follow_made(func, args, kwargs, result)
@@ -144,33 +144,33 @@ class HostCopies(TorchFunctionMode):
         if name in _MOVES and self.is_here(args[0]) and args[0].numel() <= _LARGE:
             self.note(results[0], args[0].to(results[0].dtype, copy=True))  # a loader may use its memory again
             return
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if not given or any(x is one for x in given for one in results):
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not inputs or any(x is output for x in inputs for output in results):
             return
-        sources = {id(x): self._source(x) for x in given}
+        sources = {id(x): self._source(x) for x in inputs}
         if any(source is None for source in sources.values()):
             return
-        dtype, made = results[0].dtype, list[Any]()
+        dtype, computed = results[0].dtype, list[Any]()
 
         # leaves of the arguments are tensors of the device no longer, which would be kept alive
         tree = tree_map(lambda x: _Place(id(x)) if isinstance(x, Tensor) else x, (args, kwargs))
 
         def compute(place: int) -> Tensor | None:
-            if not made:
+            if not computed:
                 values = {key: source() if source is not None else None for key, source in sources.items()}
                 if any(value is None for value in values.values()):
                     return None
                 new_args, new_kwargs = tree_map(lambda x: values[x.key] if isinstance(x, _Place) else x, tree)
                 if name in _MOVES:
-                    made.append(new_args[0].to(dtype))
+                    computed.append(new_args[0].to(dtype))
                 else:
                     new_kwargs.pop("device", None)
-                    made.append(func(*new_args, **new_kwargs))
+                    computed.append(func(*new_args, **new_kwargs))
                 sources.clear()
-            return made[0][place] if isinstance(made[0], tuple) else made[0]
+            return computed[0][place] if isinstance(computed[0], tuple) else computed[0]
 
-        for place, one in enumerate(results):
-            self._known[one] = _Known(self._version(one), partial(compute, place))
+        for place, output in enumerate(results):
+            self._known[output] = _Known(self._version(output), partial(compute, place))
 
     def _source(self, x: Tensor) -> Callable[[], Tensor | None] | None:
         """What computes `x` on the host, now or later; None where nothing does."""

@@ -53,9 +53,9 @@ class _Result:
 class _Operations(TorchDispatchMode):
     """Sees all operations, and folds the names and shapes of those so far into one number."""
 
-    def __init__(self, kept: Collection[str], results: dict[_Key, _Result]) -> None:
+    def __init__(self, operations: Collection[str], results: dict[_Key, _Result]) -> None:
         super().__init__()
-        self._kept, self._results = kept, results
+        self._operations, self._results = operations, results
         self._names: dict[Any, str] = {}
         self._trails: dict[str, int] = {}
 
@@ -80,13 +80,13 @@ class _Operations(TorchDispatchMode):
         if name.startswith("c10d."):  # they write to tensors and do not say so
             self._forget({x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)})
         key = self._key("", name, args)
-        if name not in self._kept:
+        if name not in self._operations:
             return func(*args, **kwargs)
         return self._result(key, lambda: func(*args, **kwargs))
 
     def alone(self, name: str, args: tuple[Tensor, ...], compute: Callable[[], Any]) -> Any:
         """Return ``compute()``, whose operations are none of their own; it is counted among those of its name alone."""
-        if name not in self._kept:
+        if name not in self._operations:
             return compute()
         return self._result(self._key(name, name, args), compute)
 

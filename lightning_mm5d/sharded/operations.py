@@ -143,14 +143,14 @@ def _locals(values: Iterable[Any]) -> list[Any]:
 
 
 def _pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    one = None
+    first = None
     for x in (*args, *kwargs.values()) if kwargs else args:
         if type(x) is Sharded:
-            one = x
+            first = x
             break
-    if one is None:
+    if first is None:
         return NotImplemented
-    sharding = one.sharding
+    sharding = first.sharding
     local: list[Any] = []
     for x in (*args, *kwargs.values()) if kwargs else args:
         if type(x) is Sharded:
@@ -168,8 +168,8 @@ def _pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         result = func(*local[: len(args)], **dict(zip(kwargs, local[len(args) :], strict=True)))
     else:
         return NotImplemented
-    if result is one.local:
-        return one
+    if result is first.local:
+        return first
     return as_sharded(result, sharding) if isinstance(result, Tensor) else NotImplemented
 
 
@@ -245,12 +245,12 @@ def _dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     local, group = x.local, x.sharding.group
     generator = torch.Generator(local.device)
     generator.manual_seed(drawn_seed(group.index))
-    kept = torch.empty(local.shape, dtype=torch.bool, device=local.device).bernoulli_(1 - p, generator=generator)
+    mask = torch.empty(local.shape, dtype=torch.bool, device=local.device).bernoulli_(1 - p, generator=generator)
     scale = 1 / (1 - p) if p < 1 else 0.0
     if options.get("inplace"):
-        local.mul_(kept).mul_(scale)
+        local.mul_(mask).mul_(scale)
         return x
-    return as_sharded(local * kept * scale, x.sharding)
+    return as_sharded(local * mask * scale, x.sharding)
 
 
 def _reshaped(x: Sharded, sizes: Sequence[Any]) -> Any:
@@ -326,10 +326,10 @@ def _getitem(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
                 return NotImplemented
             dim += (type(entry) is int) - (entry is None)
         elif at <= place < at + taken:
-            found = narrowed_sequence(sharding, entry)
-            if found is None:
+            narrowed = narrowed_sequence(sharding, entry)
+            if narrowed is None:
                 return NotImplemented
-            sharding, entries[i] = found
+            sharding, entries[i] = narrowed
         at += taken
     return as_sharded(func(local, tuple(entries)), sharding._replace(dim=dim))
 

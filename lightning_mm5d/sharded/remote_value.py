@@ -122,7 +122,7 @@ class Guard:
         """Whether `tensor` has the memory of a parameter, as ``parameter.data`` and ``parameter.detach()`` have."""
         with plain():
             memory = tensor.untyped_storage().data_ptr()
-            return any(memory == one.untyped_storage().data_ptr() for one in self._parameters() if not is_remote(one))
+            return any(memory == p.untyped_storage().data_ptr() for p in self._parameters() if not is_remote(p))
 
     def error(self, name: str, use: str) -> RemoteParameterError:
         """Return the error of `use`, for instance ``"item()"``, of a value that depends on the parameter `name`."""
@@ -242,15 +242,15 @@ def make_parameter(parameter: Placeholder, value: Tensor) -> None:
 def in_memory(parameters: Iterable[Tensor], fill: float = math.nan) -> Iterator[None]:
     """Give placeholders NaN, or `fill`, in memory meanwhile: kernels may read weights without regard to strides."""
     with plain():
-        before = [(one, one.data) for one in parameters if isinstance(one, Placeholder)]
-        for one, data in before:
-            one.data = data.contiguous() if math.isnan(fill) else torch.full_like(data, fill).contiguous()
+        before = [(parameter, parameter.data) for parameter in parameters if isinstance(parameter, Placeholder)]
+        for parameter, data in before:
+            parameter.data = data.contiguous() if math.isnan(fill) else torch.full_like(data, fill).contiguous()
     try:
         yield
     finally:
         with plain():
-            for one, data in before:
-                one.data = data
+            for parameter, data in before:
+                parameter.data = data
 
 
 def make_plain(value: RemoteValue) -> None:
@@ -347,17 +347,17 @@ _VALUELESS = TELLING | LIKE
 def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
     used = tensors_of(args[:1] if func in AS else (args, kwargs))
-    remote = [one for one in used if is_remote(one)]
+    remote = [tensor for tensor in used if is_remote(tensor)]
     if not remote:  # another tensor is shown in the shape of a remote one
         with plain():
             return func(*args, **kwargs)
-    if name == "equal" and all(isinstance(one, nn.Parameter) for one in used):
+    if name == "equal" and all(isinstance(tensor, nn.Parameter) for tensor in used):
         return used[0] is used[-1]  # Lightning asks so whether an optimizer has a parameter
     origin = remote[0].origin
     guard = origin.guard
     if guard.received and not guard.is_dry:
         first = args[:1] if is_in_place(name) else ()
-        if any(_arrived(one) is not None for one in tensors_of((args[len(first) :], kwargs))):
+        if any(_arrived(tensor) is not None for tensor in tensors_of((args[len(first) :], kwargs))):
             return func(*first, *replaced(args[len(first) :], _arrived), **replaced(kwargs, _arrived))
     if name in LEAVING and not guard.is_dry:
         raise guard.error(origin.name, f"{name}()")
@@ -369,10 +369,10 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         is_large = guard.ends_here is False and not guard.is_dry and any(map(_is_large, remote))
         shaped = _shaped(func, args, kwargs, used, remote[0].device) if is_large else None
         result = func(*args, **kwargs) if shaped is None else shaped
-    exact = all(one.exact for one in remote) and (name in MOVING or name in CUTTING or name in JOINING)
+    exact = all(tensor.exact for tensor in remote) and (name in MOVING or name in CUTTING or name in JOINING)
     if name == "__get__":
-        exact = all(one.exact for one in remote)  # of attributes, `data` and transposed views are left
-    mixed = any(one.mixed for one in remote) or (name in JOINING and len(remote) < len(used))
+        exact = all(tensor.exact for tensor in remote)  # of attributes, `data` and transposed views are left
+    mixed = any(tensor.mixed for tensor in remote) or (name in JOINING and len(remote) < len(used))
     return _result(result, name, used, origin, exact=exact, mixed=mixed)
 
 
@@ -389,14 +389,14 @@ def _shaped(func: Any, args: Any, kwargs: Any, used: Sequence[Tensor], device: t
         return torch.device("meta") if isinstance(value, torch.device) else value
 
     try:
-        found = func(*replaced(args, on_meta), **replaced(kwargs, on_meta))
+        meta = func(*replaced(args, on_meta), **replaced(kwargs, on_meta))
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return None
-    carries = torch.is_grad_enabled() and any(one.requires_grad for one in used)
-    if isinstance(found, Tensor):
-        return _nan(found.shape, found.dtype, device, requires_grad=carries)
-    if type(found) in (tuple, list) and all(isinstance(one, Tensor) for one in found):
-        return type(found)(_nan(one.shape, one.dtype, device, requires_grad=carries) for one in found)
+    carries = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in used)
+    if isinstance(meta, Tensor):
+        return _nan(meta.shape, meta.dtype, device, requires_grad=carries)
+    if type(meta) in (tuple, list) and all(isinstance(tensor, Tensor) for tensor in meta):
+        return type(meta)(_nan(tensor.shape, tensor.dtype, device, requires_grad=carries) for tensor in meta)
     return None
 
 
@@ -408,7 +408,7 @@ def _arrived(value: Any) -> Tensor | None:
 def _result(result: Any, name: str, used: Sequence[Tensor], origin: Origin, *, exact: bool, mixed: bool) -> Any:
     """Mark what a function returned of remote values."""
     if isinstance(result, Tensor):
-        if is_remote(result) or any(result is one for one in used):
+        if is_remote(result) or any(result is tensor for tensor in used):
             return result
         floats = result.is_floating_point()
         with torch.no_grad(), plain():
@@ -419,8 +419,10 @@ def _result(result: Any, name: str, used: Sequence[Tensor], origin: Origin, *, e
         return _marked(result.as_subclass(RemoteValue), origin, exact=exact and floats, mixed=mixed)
     if result is None:
         return None
-    if isinstance(result, (tuple, list)) and all(isinstance(one, (Tensor, tuple, list, type(None))) for one in result):
-        values = [_result(one, name, used, origin, exact=exact, mixed=mixed) for one in result]
+    if isinstance(result, (tuple, list)) and all(
+        isinstance(part, (Tensor, tuple, list, type(None))) for part in result
+    ):
+        values = [_result(part, name, used, origin, exact=exact, mixed=mixed) for part in result]
         return type(result)(*values) if hasattr(result, "_fields") else type(result)(values)
     if origin.guard.is_dry:
         return result
@@ -452,8 +454,8 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
     with plain():
         func(*args, **kwargs)
         base = targets._base
-    others = [one for one in tensors_of((args[1:], kwargs)) if is_remote(one)]
-    exact = name in JOINING and all(one.exact for one in others)
+    others = [tensor for tensor in tensors_of((args[1:], kwargs)) if is_remote(tensor)]
+    exact = name in JOINING and all(tensor.exact for tensor in others)
     for tensor in (targets, base):
         if tensor is not None and not is_remote(tensor):
             tensor.__class__ = RemoteValue
@@ -462,10 +464,10 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def _write_remote(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> None:
-    others = [one for one in tensors_of((args[1:], kwargs)) if is_remote(one)]
+    others = [tensor for tensor in tensors_of((args[1:], kwargs)) if is_remote(tensor)]
     with plain():
         func(*args, **kwargs)
-    target.exact = target.exact and name in JOINING and all(one.exact for one in others)
+    target.exact = target.exact and name in JOINING and all(tensor.exact for tensor in others)
     target.mixed = True
 
 
@@ -473,12 +475,12 @@ def _write_each(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str
     """Write to several tensors, each on its own."""
     for index in range(len(targets)):
 
-        def own(value: Any, index: int = index) -> Any:
+        def at_index(value: Any, index: int = index) -> Any:
             is_list = isinstance(value, (tuple, list)) and len(value) == len(targets)
             return type(value)([value[index]]) if is_list else value
 
-        one, options = tuple(map(own, args)), {key: own(value) for key, value in kwargs.items()}
-        remote = [tensor for tensor in tensors_of((one, options)) if is_remote(tensor)]
+        positional, options = tuple(map(at_index, args)), {key: at_index(value) for key, value in kwargs.items()}
+        remote = [tensor for tensor in tensors_of((positional, options)) if is_remote(tensor)]
         target = targets[index]
         if is_remote(target) and (isinstance(target, Placeholder) or _has_no_memory(target)):
             increment_version(target)
@@ -487,7 +489,7 @@ def _write_each(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str
         if guard is not None and not is_remote(target) and not guard.is_dry:
             raise guard.error(remote[0].origin.name, f"{name}() on another tensor")
         with plain():
-            func(*one, **options)
+            func(*positional, **options)
     return targets
 
 
@@ -495,8 +497,8 @@ def _cast(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Move a placeholder, or change its dtype, without giving it memory."""
     parameter = args[0]
     with torch.no_grad(), plain():
-        one = parameter.as_strided((), ())
-        moved = func(one, *args[1:], **{key: value for key, value in kwargs.items() if key != "memory_format"})
+        scalar = parameter.as_strided((), ())
+        moved = func(scalar, *args[1:], **{key: value for key, value in kwargs.items() if key != "memory_format"})
         if not isinstance(moved, Tensor):  # the name of its type
             return moved
         if moved.dtype == parameter.dtype and moved.device == parameter.device:
@@ -519,12 +521,12 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [tensor for value in tree for tensor in tensors_of(value)]
 
 
-def replaced(tree: Any, found: Callable[[Any], Any]) -> Any:
-    """Return `tree` with what `found` gives for a leaf in its place; None leaves it."""
+def replaced(tree: Any, replace: Callable[[Any], Any]) -> Any:
+    """Return `tree` with what `replace` gives for a leaf in its place; None leaves it."""
     if isinstance(tree, dict):
-        return {key: replaced(value, found) for key, value in tree.items()}
+        return {key: replaced(value, replace) for key, value in tree.items()}
     if isinstance(tree, (tuple, list)):
-        values = [replaced(value, found) for value in tree]
+        values = [replaced(value, replace) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    value = found(tree)
+    value = replace(tree)
     return tree if value is None else value

@@ -60,7 +60,7 @@ class TokenSplit:
 
     ranges: tuple[tuple[Range, ...], ...]
     size: int
-    _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
         return self._hash
@@ -108,10 +108,10 @@ class TokenSplit:
 
     def kept(self, name: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` made of this split the first time, for as long as the split lives."""
-        if name not in self._kept:
+        if name not in self._memo:
             with torch.inference_mode(False):  # autograd may meet it later
-                self._kept[name] = make()
-        return self._kept[name]
+                self._memo[name] = make()
+        return self._memo[name]
 
     def _check(self) -> None:
         tokens = sorted(token_range for held in self.ranges for token_range in held)
@@ -174,8 +174,8 @@ class ShardedSequence:
         self.factor = holders.degree
         self._views: dict[Any, ShardedSequence] = {}
         self.index, self.size = holders.ranks.index, holders.ranks.size
-        own = split.ranges[self.index]
-        self._run = own[0] if len(own) == 1 else None  # tokens that are neighbours need no copy
+        ranges = split.ranges[self.index]
+        self._run = ranges[0] if len(ranges) == 1 else None  # tokens that are neighbours need no copy
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -192,8 +192,8 @@ class ShardedSequence:
 
     def gather(self, local: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """The full tensor, in the order of tokens, outside of autograd's graph."""
-        found = self.holders.ranks.gather(local, dim, lengths)
-        return found if self._in_order else found.index_select(dim, self.split.order(local.device))
+        full = self.holders.ranks.gather(local, dim, lengths)
+        return full if self._in_order else full.index_select(dim, self.split.order(local.device))
 
     def copied(self, x: Tensor) -> Tensor:
         """The replicated `x` for work on local tensors."""
@@ -205,12 +205,12 @@ class ShardedSequence:
     def scattered(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """This rank's tokens of the replicated `x`; the gradients of all tokens are gathered."""
 
-        def own(x: Tensor) -> Tensor:
+        def local_copy(x: Tensor) -> Tensor:
             local = self.local_of(x, dim, lengths)
             # never a view: it may be written to, and lets go of the full tensor
             return local.clone(memory_format=torch.contiguous_format) if is_view(local) else local
 
-        return differentiable(x, own, lambda gradient: self.gather(gradient, dim, lengths) / self.factor)
+        return differentiable(x, local_copy, lambda gradient: self.gather(gradient, dim, lengths) / self.factor)
 
     def gathered(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """The full tensor, for work that all ranks repeat; each takes the gradient of its tokens."""
@@ -226,13 +226,13 @@ class ShardedSequence:
         if not x.requires_grad:
             return self.gather(x, dim, lengths)
 
-        def own(gradient: Tensor) -> Tensor:
+        def summed(gradient: Tensor) -> Tensor:
             if not self._in_order:
                 parts = [self.split.indices(rank, gradient.device) for rank in range(self.size)]
                 gradient = gradient.index_select(dim, torch.cat(parts))
             return ranks.sum_scattered(gradient, dim, lengths)
 
-        return differentiable(x, lambda x: self.gather(x, dim, lengths), own)
+        return differentiable(x, lambda x: self.gather(x, dim, lengths), summed)
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over ranks of what each computed of its tokens, replicated."""
@@ -245,7 +245,7 @@ class ShardedSequence:
 
         def make() -> TokenSplit:
             rows = range(count)
-            ranges = [[(row * size + a, row * size + b) for row in rows for a, b in own] for own in self.split.ranges]
+            ranges = [[(row * size + a, row * size + b) for row in rows for a, b in held] for held in self.split.ranges]
             return TokenSplit.of(ranges, count * size)
 
         return self if count == 1 else self._view(("merged", count), make, self)
@@ -264,10 +264,10 @@ class ShardedSequence:
             ]
             return TokenSplit.of(ranges, stop - start)
 
-        own = self.split.ranges[self.index]
-        first = sum(max(0, min(b, start) - a) for a, b in own)
-        found = self._view(("narrowed", start, stop), make)
-        return found, slice(first, first + found.lengths[self.index])
+        local_ranges = self.split.ranges[self.index]
+        first = sum(max(0, min(b, start) - a) for a, b in local_ranges)
+        sequence = self._view(("narrowed", start, stop), make)
+        return sequence, slice(first, first + sequence.lengths[self.index])
 
     def description(self) -> Any:
         """Plain values from which a peer makes the same sequence."""
@@ -290,9 +290,9 @@ class ShardedSequence:
         finer = self.holders.finer
         if finer is None:
             return self
-        found = ShardedSequence(refined(self.split, finer.ranks.size // finer.degree), finer)
-        found.coarse = self.split  # with what was made of it
-        return found
+        sequence = ShardedSequence(refined(self.split, finer.ranks.size // finer.degree), finer)
+        sequence.coarse = self.split  # with what was made of it
+        return sequence
 
     @cached_property
     def coarser(self) -> ShardedSequence:
@@ -407,8 +407,8 @@ def narrowed_sequence(sharding: Sharding, entry: Any) -> tuple[Sharding, slice] 
         return sharding, slice(None)
     if not is_tokens(sharding.group) or step != 1 or stop <= start:
         return None
-    group, own = sharding.group.narrowed(start, stop)
-    return _sharding(sharding.dim, group), own
+    group, local_slice = sharding.group.narrowed(start, stop)
+    return _sharding(sharding.dim, group), local_slice
 
 
 def cross_entropy_of_tokens(logits: Sharded, target: Tensor, options: Mapping[str, Any]) -> Any:
@@ -541,26 +541,26 @@ def ring_sum_scattered(
     hop: Hop | None = None
     for step in range(group.size - 1):
         target = (group.index - 1 - step) % group.size
-        made = part(starts[target], lengths[target])
-        # what came takes the sum: a mode may keep `made` for when it is computed again
-        sent = _padded(made, dim, longest) if hop is None else _plus(hop.wait(), made, dim)
+        summand = part(starts[target], lengths[target])
+        # what came takes the sum: a mode may keep `summand` for when it is computed again
+        sent = _padded(summand, dim, longest) if hop is None else _plus(hop.wait(), summand, dim)
         hop = _hop(group, sent)
-    made = part(starts[group.index], lengths[group.index])
+    summand = part(starts[group.index], lengths[group.index])
     if hop is None:
-        return made
-    total = _plus(hop.wait(), made, dim)
-    if made.shape[dim] == longest:
+        return summand
+    total = _plus(hop.wait(), summand, dim)
+    if summand.shape[dim] == longest:
         return total
-    return total.narrow(dim, 0, made.shape[dim]).clone(memory_format=torch.contiguous_format)
+    return total.narrow(dim, 0, summand.shape[dim]).clone(memory_format=torch.contiguous_format)
 
 
 def _hop(group: TensorGroup, sent: Tensor) -> Hop | None:
     return None if group.is_silent or not sent.numel() else Hop(group, sent, sent.shape)
 
 
-def _plus(came: Tensor, made: Tensor, dim: int) -> Tensor:
-    """Add `made` to the rows of `came` that are no padding."""
-    came.narrow(dim, 0, made.shape[dim]).add_(made)
+def _plus(came: Tensor, summand: Tensor, dim: int) -> Tensor:
+    """Add `summand` to the rows of `came` that are no padding."""
+    came.narrow(dim, 0, summand.shape[dim]).add_(summand)
     return came
 
 

@@ -85,20 +85,20 @@ class Shard:
 
     def full_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the full tensor, given that of the full or a local one."""
-        found = [*shape]
-        found[self.dim] = self.size
+        full = [*shape]
+        full[self.dim] = self.size
         if self.across is not None:
-            found[self.across.dim] = self.across.size
-        return tuple(found)
+            full[self.across.dim] = self.across.size
+        return tuple(full)
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """Return the shape of what `rank` holds, given that of the full tensor."""
-        found = [*shape]
-        found[self.dim] = self.lengths[rank]
+        local = [*shape]
+        local[self.dim] = self.lengths[rank]
         if self.across is not None:
             start, stop = self.across.ranges[rank]
-            found[self.across.dim] = stop - start
-        return tuple(found)
+            local[self.across.dim] = stop - start
+        return tuple(local)
 
     def is_beside(self, rank: int, other: int) -> bool:
         """Whether two ranks hold the same range along the second dim, so that equal rows are equal parts."""
@@ -132,8 +132,8 @@ class Shard:
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """A rank's shard in segments of rows that the same ranks hold."""
-        edges = sorted({edge for held in self.ranges for one in held for edge in one})
-        found: list[Segment] = []
+        edges = sorted({edge for held in self.ranges for span in held for edge in span})
+        segments: list[Segment] = []
         offset = 0
         for start, stop in self.ranges[rank]:
             inner = [edge for edge in edges if start < edge < stop]
@@ -143,12 +143,12 @@ class Shard:
                     for other, held in enumerate(self.ranges)
                     if self.is_beside(rank, other) and any(first <= low and high <= last for first, last in held)
                 )
-                if found and found[-1].sharers == sharers and found[-1].start + found[-1].length == offset:
-                    found[-1] = found[-1]._replace(length=found[-1].length + high - low)
+                if segments and segments[-1].sharers == sharers and segments[-1].start + segments[-1].length == offset:
+                    segments[-1] = segments[-1]._replace(length=segments[-1].length + high - low)
                 elif high > low:
-                    found.append(Segment(offset, high - low, sharers))
+                    segments.append(Segment(offset, high - low, sharers))
                 offset += high - low
-        return tuple(found)
+        return tuple(segments)
 
 
 def heads_of(query: int, key_value: int, num_ranks: int) -> tuple[HeadRanges, ...] | None:
@@ -169,13 +169,13 @@ def heads_of(query: int, key_value: int, num_ranks: int) -> tuple[HeadRanges, ..
     groups = query // key_value
     if key_value >= num_ranks:
         return tuple(HeadRanges((a * groups, b * groups), (a, b)) for a, b in even_ranges(key_value, num_ranks))
-    found: list[HeadRanges] = []
+    heads: list[HeadRanges] = []
     for head, (first, last) in enumerate(even_ranges(num_ranks, key_value)):
         if last - first > groups:
             return None
         for a, b in even_ranges(groups, last - first):
-            found.append(HeadRanges((head * groups + a, head * groups + b), (head, head + 1)))
-    return tuple(found)
+            heads.append(HeadRanges((head * groups + a, head * groups + b), (head, head + 1)))
+    return tuple(heads)
 
 
 def scaled(held: Range, width: int, offset: int = 0) -> Range:
@@ -186,5 +186,5 @@ def scaled(held: Range, width: int, offset: int = 0) -> Range:
 def joined(projections: Iterable[Sequence[Range]], dim: int, size: int) -> Shard:
     """Return the shard of a fused weight: each rank holds its range of each projection; empty ranges are left out."""
     per_rank = zip(*projections, strict=True)
-    ranges = tuple(tuple(one for one in held if one[0] < one[1]) or (held[0],) for held in per_rank)
+    ranges = tuple(tuple(span for span in held if span[0] < span[1]) or (held[0],) for held in per_rank)
     return Shard(dim, size, ranges)

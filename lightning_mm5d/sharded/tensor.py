@@ -35,9 +35,9 @@ def functions_named(names: str, *homes: Any) -> list[Any]:
         names: with spaces between them; a home may lack some.
         homes: by default torch, its tensors and `torch.nn.functional`.
     """
-    found: list[Any] = [getattr(home, name, None) for name in names.split() for home in homes or (torch, Tensor, F)]
-    readers = [one.__get__ if hasattr(one, "__set__") else one for one in found]
-    return [one for one in readers if callable(one)]
+    attrs: list[Any] = [getattr(home, name, None) for name in names.split() for home in homes or (torch, Tensor, F)]
+    readers = [attr.__get__ if hasattr(attr, "__set__") else attr for attr in attrs]
+    return [reader for reader in readers if callable(reader)]
 
 
 WRITING = {"__setitem__", "__set__", "__delete__"} | {
@@ -243,12 +243,12 @@ def on_full(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         rule = "It needs the full tensor, which is a gathered copy, so that what it writes would be lost"
         fix = "Write to `x.clone()`, which is a full tensor on every rank"
         raise ConfigError(f"{name or func}", "a sharded tensor", rule, fix)
-    found: dict[int, Tensor] = {}
+    gathered: dict[int, Tensor] = {}
 
     def full(x: Sharded) -> Tensor:
-        if id(x) not in found:
-            found[id(x)] = x.full()
-        return found[id(x)]
+        if id(x) not in gathered:
+            gathered[id(x)] = x.full()
+        return gathered[id(x)]
 
     args, kwargs = tree_map_only(Sharded, full, (tuple(args), dict(kwargs)))
     return func(*args, **kwargs)

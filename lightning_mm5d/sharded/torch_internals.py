@@ -53,14 +53,14 @@ def ends_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def ended(ctx: Any, *gradients: Tensor | None) -> Any:
         with torch.no_grad():
-            found = backward(ctx, *gradients)
+            returned = backward(ctx, *gradients)
         if not torch.is_grad_enabled():
-            return found
+            return returned
         values = [
-            _Ended.apply(one.detach().requires_grad_()) if isinstance(one, Tensor) else one
-            for one in (found if isinstance(found, tuple) else (found,))
+            _Ended.apply(gradient.detach().requires_grad_()) if isinstance(gradient, Tensor) else gradient
+            for gradient in (returned if isinstance(returned, tuple) else (returned,))
         ]
-        return tuple(values) if isinstance(found, tuple) else values[0]
+        return tuple(values) if isinstance(returned, tuple) else values[0]
 
     return ended
 
@@ -137,8 +137,8 @@ def renumber_in_backward(x: Tensor, number: int) -> None:
 
 def number_when_made(node: Any) -> int:
     """Return the number that a node of a graph had at first; those of nodes that were made later are larger."""
-    made = node.metadata.get(_MADE)
-    return private(node, "_sequence_nr")() if made is None else made
+    number = node.metadata.get(_MADE)
+    return private(node, "_sequence_nr")() if number is None else number
 
 
 def is_observed() -> bool:
@@ -175,14 +175,14 @@ _GATHER, _SCATTER = (
 
 
 def all_gather_single(
-    found: Tensor, own: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+    gathered: Tensor, local: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
 ) -> dist.Work | None:
-    """Gather `own` ``[n, ...]`` of all ranks of a group into `found` ``[ranks * n, ...]``."""
-    return getattr(dist, _GATHER)(found, own, group=group, async_op=async_op)
+    """Gather `local` ``[n, ...]`` of all ranks of a group into `gathered` ``[ranks * n, ...]``."""
+    return getattr(dist, _GATHER)(gathered, local, group=group, async_op=async_op)
 
 
 def reduce_scatter_single(
-    own: Tensor, sent: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+    local: Tensor, sent: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
 ) -> dist.Work | None:
-    """Sum `sent` ``[ranks * n, ...]`` over a group, of which each rank gets its part ``[n, ...]`` in `own`."""
-    return getattr(dist, _SCATTER)(own, sent, group=group, async_op=async_op)
+    """Sum `sent` ``[ranks * n, ...]`` over a group, of which each rank gets its part ``[n, ...]`` in `local`."""
+    return getattr(dist, _SCATTER)(local, sent, group=group, async_op=async_op)

@@ -47,47 +47,47 @@ def looped_calls(module: nn.Module) -> list[list[str]]:
     tree = None if function is None else tree_of(function)
     if tree is None or not tree.args.args:
         return []
-    found = []
+    loop_calls = []
     for loop in (node for node in ast.walk(tree) if isinstance(node, ast.For)):
         try:
             calls = _calls(loop, module, tree.args.args[0].arg)
         except _UnknownError:
             continue
         if calls:
-            found.append(calls)
-    return found
+            loop_calls.append(calls)
+    return loop_calls
 
 
-def _calls(loop: ast.For, module: nn.Module, own: str) -> list[str]:
+def _calls(loop: ast.For, module: nn.Module, self_name: str) -> list[str]:
     named = isinstance(loop.iter, ast.Call) and isinstance(loop.iter.func, ast.Name) and loop.iter.func.id == "range"
     if not named or not isinstance(loop.target, ast.Name):
         return []
     assert isinstance(loop.iter, ast.Call)
-    values: dict[str, Any] = {own: module}
+    values: dict[str, Any] = {self_name: module}
     bounds = [_value(argument, values) for argument in loop.iter.args]
     if not all(isinstance(bound, Integral) for bound in bounds):
         raise _UnknownError
-    turns, found = range(*bounds), list[str]()
+    turns, paths = range(*bounds), list[str]()
     if len(turns) > _MOST:
         raise _UnknownError
     for turn in turns:
-        values = {own: module, loop.target.id: turn}
+        values = {self_name: module, loop.target.id: turn}
         for statement in loop.body:
             for node in ast.walk(statement):
-                if isinstance(node, ast.Call) and (path := _called(node.func, module, own, values)) is not None:
-                    found.append(path)
+                if isinstance(node, ast.Call) and (path := _called(node.func, module, self_name, values)) is not None:
+                    paths.append(path)
             if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
                 try:
                     values[statement.targets[0].id] = _value(statement.value, values)
                 except _UnknownError:
                     values.pop(statement.targets[0].id, None)
-    return found
+    return paths
 
 
-def _called(node: ast.AST, module: nn.Module, own: str, values: Mapping[str, Any]) -> str | None:
+def _called(node: ast.AST, module: nn.Module, self_name: str, values: Mapping[str, Any]) -> str | None:
     """The path of the submodule that an expression names, None where it names something else."""
     if isinstance(node, ast.Subscript):
-        inner = _called(node.value, module, own, values)
+        inner = _called(node.value, module, self_name, values)
         holder = None if inner is None else module.get_submodule(inner)
         if not isinstance(holder, nn.ModuleList):
             return None
@@ -97,9 +97,9 @@ def _called(node: ast.AST, module: nn.Module, own: str, values: Mapping[str, Any
         return f"{inner}.{int(index) % len(holder)}"
     if not isinstance(node, ast.Attribute):
         return None
-    if isinstance(node.value, ast.Name) and node.value.id == own:
+    if isinstance(node.value, ast.Name) and node.value.id == self_name:
         return node.attr if node.attr in module._modules and module._modules[node.attr] is not None else None
-    inner = _called(node.value, module, own, values)
+    inner = _called(node.value, module, self_name, values)
     held = None if inner is None else module.get_submodule(inner)._modules.get(node.attr)
     return None if held is None else f"{inner}.{node.attr}"
 
@@ -122,11 +122,11 @@ def _value(node: ast.AST, values: Mapping[str, Any]) -> Any:
             return held.get(node.attr, modules.get(node.attr))
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         left, right = _value(node.left, values), _value(node.right, values)
-        if all(isinstance(one, Real) for one in (left, right)) and (right or not _divides(node.op)):
+        if all(isinstance(operand, Real) for operand in (left, right)) and (right or not _divides(node.op)):
             return _OPERATORS[type(node.op)](left, right)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
         arguments = [_value(argument, values) for argument in node.args]
-        if all(isinstance(one, Real | list | tuple | nn.ModuleList) for one in arguments) and not node.keywords:
+        if all(isinstance(arg, Real | list | tuple | nn.ModuleList) for arg in arguments) and not node.keywords:
             return _FUNCTIONS[node.func.id](*arguments)
     raise _UnknownError
 
@@ -148,55 +148,55 @@ def appended_by_data(cls: type) -> frozenset[str]:
     Args:
         cls: class of the module.
     """
-    found = set[str]()
-    for owner in (one for one in cls.__mro__ if one.__module__.partition(".")[0] not in _FRAMEWORKS):
+    attributes = set[str]()
+    for owner in (base for base in cls.__mro__ if base.__module__.partition(".")[0] not in _FRAMEWORKS):
         for _, function in own_functions(owner):
             tree = tree_of(function)
             if tree is not None and tree.args.args:
-                found.update(
-                    _found(tree, tree.args.args[0].arg, frozenset(arg.arg for arg in tree.args.args[2:]), False)
+                attributes.update(
+                    _appended(tree, tree.args.args[0].arg, frozenset(arg.arg for arg in tree.args.args[2:]), False)
                 )
-    return frozenset(found)
+    return frozenset(attributes)
 
 
-def _found(node: ast.AST, own: str, given: frozenset[str], by_data: bool) -> Iterator[str]:
+def _appended(node: ast.AST, self_name: str, arguments: frozenset[str], by_data: bool) -> Iterator[str]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         whole = node.func.attr == "extend" and not all(isinstance(arg, ast.List | ast.Tuple) for arg in node.args)
         if whole or (by_data and node.func.attr in ("append", "extend", "insert", "appendleft")):
-            yield from _attribute(node.func.value, own)
+            yield from _attribute(node.func.value, self_name)
     if isinstance(node, ast.AugAssign) and (by_data or not isinstance(node.value, ast.List | ast.Tuple)):
-        yield from _attribute(node.target, own)
+        yield from _attribute(node.target, self_name)
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.Add):
         sides = node.value.left, node.value.right
         if by_data or not any(isinstance(side, ast.List | ast.Tuple) for side in sides):
-            added = {name for side in sides for name in _attribute(side, own)}
-            yield from added.intersection(name for target in node.targets for name in _attribute(target, own))
+            added = {name for side in sides for name in _attribute(side, self_name)}
+            yield from added.intersection(name for target in node.targets for name in _attribute(target, self_name))
     if isinstance(node, ast.For):
         over = node.iter
         named = isinstance(over, ast.Call) and isinstance(over.func, ast.Attribute) and over.func.attr in _BY_NAME
-        by_data |= not named and _reads_data(over, own, frozenset())
+        by_data |= not named and _reads_data(over, self_name, frozenset())
     elif isinstance(node, ast.If | ast.While):
-        by_data |= _reads_data(node.test, own, given)
+        by_data |= _reads_data(node.test, self_name, arguments)
     for child in ast.iter_child_nodes(node):
-        yield from _found(child, own, given, by_data)
+        yield from _appended(child, self_name, arguments, by_data)
 
 
-def _reads_data(test: ast.AST, own: str, given: frozenset[str]) -> bool:
+def _reads_data(test: ast.AST, self_name: str, arguments: frozenset[str]) -> bool:
     """Whether an expression names more than ``self``, numbers of batches, and arguments that are flags or words."""
     if isinstance(test, ast.BoolOp):
-        return any(_reads_data(value, own, given) for value in test.values)
+        return any(_reads_data(value, self_name, arguments) for value in test.values)
     if isinstance(test, ast.UnaryOp):
-        return _reads_data(test.operand, own, given)
-    if isinstance(test, ast.Name) and test.id in given:
+        return _reads_data(test.operand, self_name, arguments)
+    if isinstance(test, ast.Name) and test.id in arguments:
         return False
     words = [*test.comparators, test.left] if isinstance(test, ast.Compare) else []
-    if any(isinstance(one, ast.Constant) and isinstance(one.value, str | None) for one in words):
+    if any(isinstance(word, ast.Constant) and isinstance(word.value, str | None) for word in words):
         return False
-    return any(isinstance(one, ast.Name) and one.id != own and one.id not in _PLAIN for one in ast.walk(test))
+    return any(isinstance(node, ast.Name) and node.id != self_name and node.id not in _PLAIN for node in ast.walk(test))
 
 
-def _attribute(node: ast.AST, own: str) -> Iterator[str]:
+def _attribute(node: ast.AST, self_name: str) -> Iterator[str]:
     while isinstance(node, ast.Subscript):
         node = node.value
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own:
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self_name:
         yield node.attr

@@ -44,7 +44,7 @@ def accesses(module: nn.Module, *methods: str) -> list[str]:
 def touched(module: nn.Module, *methods: str) -> list[tuple[str, bool]]:
     """Return what `accesses` does, each with whether it is called there."""
     functions = [method_of(type(module), name) for name in methods]
-    return [use for one in functions if one is not None for use in _Reader(module, (one,)).read()]
+    return [use for function in functions if function is not None for use in _Reader(module, (function,)).read()]
 
 
 def accessed_between(module: nn.Module, method: str, members: str) -> set[str]:
@@ -58,22 +58,22 @@ def accessed_between(module: nn.Module, method: str, members: str) -> set[str]:
     Returns:
         Paths as of `accesses`; not of what a loop only computes from the results of its calls.
     """
-    function, found = method_of(type(module), method), set[str]()
+    function, paths = method_of(type(module), method), set[str]()
     if function is None:
-        return found
+        return paths
     reader = _Reader(module, (function,))
     reader.read()
     for loop in reader.loops:
-        holders = [one for one in loop if any(f"{path}.".startswith(f"{members}.") for path in one.touched)]
-        names = {name for one in holders for name in one.bound}
-        makers = [one for one in loop if one in holders or not names.isdisjoint(one.read)]
+        holders = [stmt for stmt in loop if any(f"{path}.".startswith(f"{members}.") for path in stmt.touched)]
+        names = {name for stmt in holders for name in stmt.bound}
+        makers = [stmt for stmt in loop if stmt in holders or not names.isdisjoint(stmt.read)]
         count = 0
         while len(makers) > count:
             count = len(makers)
-            inputs = {name for one in makers for name in one.read}
-            makers += [one for one in loop if one not in makers and not inputs.isdisjoint(one.written)]
-        found.update(path for one in makers for path in one.touched)
-    return found
+            inputs = {name for stmt in makers for name in stmt.read}
+            makers += [stmt for stmt in loop if stmt not in makers and not inputs.isdisjoint(stmt.written)]
+        paths.update(path for stmt in makers for path in stmt.touched)
+    return paths
 
 
 def is_followed(function: FunctionType) -> bool:
@@ -103,7 +103,7 @@ class _Reader:
 
     def __init__(self, module: nn.Module, trail: tuple[FunctionType, ...]) -> None:
         self._module, self._trail = module, trail
-        self._found: list[tuple[str, bool]] = []  # as `touched` returns it
+        self._touched: list[tuple[str, bool]] = []  # as `touched` returns it
         self._local: dict[str, list[str]] = {}  # names after ``self`` of what a local name stands for
         self._statements: list[_Statement] = []  # of the loop that is read
         self.loops: list[list[_Statement]] = []
@@ -115,7 +115,7 @@ class _Reader:
         self._self = tree.args.args[0].arg
         for statement in tree.body:
             self._visit(statement)
-        return self._found
+        return self._touched
 
     def _visit(self, node: ast.AST) -> None:
         if isinstance(node, ast.Call):
@@ -152,7 +152,7 @@ class _Reader:
 
     def _visit_noted(self, node: ast.AST, target: ast.AST | None = None) -> None:
         """Visit a statement of a loop, or what the loop runs over, and note what it does."""
-        start, binds, value = len(self._found), True, node
+        start, binds, value = len(self._touched), True, node
         if isinstance(node, (ast.If, ast.With, ast.Try, ast.ExceptHandler, ast.withitem)):
             for child in ast.iter_child_nodes(node):
                 self._visit_noted(child)
@@ -166,12 +166,12 @@ class _Reader:
         elif isinstance(target, ast.Tuple) and _is_call_of(node, "enumerate"):
             target = target.elts[-1]
         if target is not None:
-            written, read = (self._names_in(one) for one in (target, value))
-            paths = tuple(path for path, _ in self._found[start:])
+            written, read = (self._names_in(part) for part in (target, value))
+            paths = tuple(path for path, _ in self._touched[start:])
             self._statements.append(_Statement(written, written if binds else frozenset(), read, paths))
 
     def _names_in(self, node: ast.AST) -> frozenset[str]:
-        return frozenset(one.id for one in ast.walk(node) if isinstance(one, ast.Name)) - {self._self}
+        return frozenset(name.id for name in ast.walk(node) if isinstance(name, ast.Name)) - {self._self}
 
     def _visit_assignment(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) -> None:
         """Visit what is assigned; a module that gets a local name is touched where that is used."""
@@ -181,9 +181,9 @@ class _Reader:
         is_named = chain and len(targets) == 1 and not isinstance(node, ast.AugAssign) and self._holds(chain)
         if value is not None and not is_named:
             self._visit(value)
-        for one in targets:
-            if isinstance(one, ast.Name):
-                self._local.pop(one.id, None)
+        for assigned in targets:
+            if isinstance(assigned, ast.Name):
+                self._local.pop(assigned.id, None)
         if chain and is_named and isinstance(target, ast.Name):
             self._local[target.id] = chain
 
@@ -236,21 +236,21 @@ class _Reader:
                 path.append(name)
                 break
             elif called and (function := method_of(type(here), name)) is not None:
-                self._found.append((".".join([*path, name]), True))
+                self._touched.append((".".join([*path, name]), True))
                 if here is self._module:
                     self._follow(function)
                 return
             else:
                 break
         if path:
-            self._found.append((".".join(path), called and path == chain))
+            self._touched.append((".".join(path), called and path == chain))
 
     def _follow(self, function: FunctionType | None) -> None:
         if function is None or function in self._trail or len(self._trail) > 8:
             return
         if is_followed(function):
             reader = _Reader(self._module, (*self._trail, function))
-            self._found += reader.read()
+            self._touched += reader.read()
             self.loops += reader.loops
 
 
@@ -344,9 +344,9 @@ def _fields_read(call: ast.Call, parents: dict[ast.AST, ast.AST], tree: ast.AST)
         name = user.targets[0].id
         uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
         readers = [parents[node] for node in uses if isinstance(node.ctx, ast.Load)]
-        found = {_field(reader) for reader in readers}
-        if readers and None not in found:
-            return {field for field in found if field is not None}
+        fields = {_field(reader) for reader in readers}
+        if readers and None not in fields:
+            return {field for field in fields if field is not None}
     return None
 
 

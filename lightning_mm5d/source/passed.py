@@ -74,11 +74,11 @@ class _Reader:
         self._known = {key: path for key, path in known.items() if key not in self._bindings}
 
     def parts(self, name: str) -> set[Path | None]:
-        found: set[Path | None] = set()
+        paths: set[Path | None] = set()
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Call):
-                found |= self._of_call(node, name)
-        return found
+                paths |= self._of_call(node, name)
+        return paths
 
     def _bind(self, node: ast.AST) -> None:
         """Note what a statement binds names to, None for what is not looked into."""
@@ -96,14 +96,14 @@ class _Reader:
         if isinstance(target, ast.Name):
             self._bindings.setdefault(target.id, []).append((value, part))
         elif isinstance(target, (ast.Tuple, ast.List)):
-            starred = any(isinstance(one, ast.Starred) for one in target.elts)
-            for index, one in enumerate(target.elts):
+            starred = any(isinstance(element, ast.Starred) for element in target.elts)
+            for index, element in enumerate(target.elts):
                 if value is None or starred:
-                    self._bind_to(one, None, ())
+                    self._bind_to(element, None, ())
                 elif isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts) and not part:
-                    self._bind_to(one, value.elts[index], ())
+                    self._bind_to(element, value.elts[index], ())
                 else:
-                    self._bind_to(one, value, (*part, index))
+                    self._bind_to(element, value, (*part, index))
         elif isinstance(target, (ast.Starred, ast.Subscript, ast.Attribute)):
             # ``labels[mask] = -100`` makes another value of what a name stands for
             inner: ast.expr = target
@@ -145,14 +145,14 @@ class _Reader:
         callee = self._callee(call.func)
         if name == TARGET and (arguments := _of_cross_entropy(call, callee)) is not None:
             return {self._path(arguments[-1]) if arguments else None}
-        given = dict(self._given(call, callee, name))
+        paths = dict(self._given(call, callee, name))
         if isinstance(callee, FunctionType):
-            found = self._followed(callee, {key: path for key, path in given.items() if path is not None}, name)
-            if found:
-                return found
-        if name not in given or name == TARGET or (callee is None and given[name] is None):
+            followed = self._followed(callee, {key: path for key, path in paths.items() if path is not None}, name)
+            if followed:
+                return followed
+        if name not in paths or name == TARGET or (callee is None and paths[name] is None):
             return set()
-        return {given[name]}
+        return {paths[name]}
 
     def _callee(self, node: ast.expr) -> nn.Module | FunctionType | None:
         """A submodule, or a method of the module itself; None for anything else."""
@@ -216,10 +216,10 @@ def _of_cross_entropy(call: ast.Call, callee: nn.Module | FunctionType | None) -
         if callee is not None or name != "cross_entropy":
             return None
         usual = {"reduction": "'mean'", "ignore_index": "-100"}
-        said = {one.arg: ast.unparse(one.value) for one in call.keywords}
-        is_usual = all(said.get(name, value) == value for name, value in usual.items())
-        is_mean = is_usual and "weight" not in said and len(call.args) <= 2
-    targets = [*call.args[1:], *(one.value for one in call.keywords if one.arg == TARGET)]
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        is_usual = all(keywords.get(name, value) == value for name, value in usual.items())
+        is_mean = is_usual and "weight" not in keywords and len(call.args) <= 2
+    targets = [*call.args[1:], *(keyword.value for keyword in call.keywords if keyword.arg == TARGET)]
     return targets if is_mean and len(targets) == 1 else []
 
 
@@ -233,18 +233,18 @@ _OUTPUTS = {"logits", "last_hidden_state", "hidden_states", "decoder_hidden_stat
 _LOSSES = {"cross_entropy", "CrossEntropyLoss", "fixed_cross_entropy"}
 
 
-def counting(module: nn.Module, own: frozenset[FunctionType] = frozenset()) -> Counting | None:
+def counting(module: nn.Module, step_functions: frozenset[FunctionType] = frozenset()) -> Counting | None:
     """Return how the losses of `module` count label tokens; None where they do not, unlike ways, or nobody knows.
 
     Args:
         module: whose models take labels.
-        own: code of a step that computes its loss itself; read where no model takes labels.
+        step_functions: code of a step that computes its loss itself; read where no model takes labels.
     """
-    found = {_behind(_of_model(model), *own) for model in _models(module)}
-    if not found and own:
+    ways = {_behind(_of_model(model), *step_functions) for model in _models(module)}
+    if not ways and step_functions:
         has_loss = any(isinstance(part, nn.CrossEntropyLoss) for part in module.modules())
-        found = {_of_functions(own, has_loss=has_loss)}
-    return found.pop() if len(found) == 1 else None
+        ways = {_of_functions(step_functions, has_loss=has_loss)}
+    return ways.pop() if len(ways) == 1 else None
 
 
 def leaves_loss(functions: frozenset[FunctionType]) -> bool:
@@ -262,9 +262,9 @@ def hands_on(functions: frozenset[FunctionType]) -> bool:
     calls = [(ast.unparse(node.func).split("."), node) for node in _nodes(functions) if isinstance(node, ast.Call)]
     has_loss = any(_LOSSES & (names(function) or frozenset()) for function in functions)
     others = [call for path, call in calls if path[0] != "torch" and path[-1] not in left_out]
-    given = [_unmoved(one) for call in others for one in call.args]
-    given += [_unmoved(one.value) for call in others if _OUTPUTS & _words(call) for one in call.keywords]
-    return has_loss or any(isinstance(one, (ast.Name, ast.Subscript)) and _is_of_labels(one) for one in given)
+    arguments = [_unmoved(arg) for call in others for arg in call.args]
+    arguments += [_unmoved(keyword.value) for call in others if _OUTPUTS & _words(call) for keyword in call.keywords]
+    return has_loss or any(isinstance(arg, (ast.Name, ast.Subscript)) and _is_of_labels(arg) for arg in arguments)
 
 
 def averages_samples(module: nn.Module, functions: frozenset[FunctionType]) -> bool:
@@ -274,17 +274,19 @@ def averages_samples(module: nn.Module, functions: frozenset[FunctionType]) -> b
     """
     nodes = _nodes(functions)
     calls = [(ast.unparse(node.func).split("."), node) for node in nodes if isinstance(node, ast.Call)]
-    said = [one.reduction for one in module.modules() if isinstance(one, nn.CrossEntropyLoss)]
+    reductions = [loss.reduction for loss in module.modules() if isinstance(loss, nn.CrossEntropyLoss)]
     for path, call in calls:
         if path[-1] in _LOSSES:
-            given = [ast.unparse(one.value) for one in call.keywords if one.arg == "reduction"]
-            said.append("none" if given == ["'none'"] else "mean")
+            written = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "reduction"]
+            reductions.append("none" if written == ["'none'"] else "mean")
         if path[-1] == "masked_select" or (
             path[-1] == "sum" and len(call.args) + len(call.keywords) == (path[0] == "torch")
         ):
             return False
-    taken = [node.slice for node in nodes if isinstance(node, ast.Subscript)]
-    return set(said) == {"none"} and not any(isinstance(one, (ast.Name, ast.Compare, ast.UnaryOp)) for one in taken)
+    keys = [node.slice for node in nodes if isinstance(node, ast.Subscript)]
+    return set(reductions) == {"none"} and not any(
+        isinstance(key, (ast.Name, ast.Compare, ast.UnaryOp)) for key in keys
+    )
 
 
 def _unmoved(node: ast.expr) -> ast.expr:
@@ -311,13 +313,13 @@ def _models(module: nn.Module) -> Iterator[nn.Module]:
 def _of_model(model: nn.Module) -> Counting | None:
     forward = method_of(type(model), "forward")
     assert forward is not None
-    found = names(forward) or frozenset()
+    named = names(forward) or frozenset()
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return "all" if found & {*_LOSSES, "loss_function"} else counting(model)
-    if "loss_function" in found:
+        return "all" if named & {*_LOSSES, "loss_function"} else counting(model)
+    if "loss_function" in named:
         loss = function_of(getattr(model, "loss_function", None))
         return None if loss is None else _of_functions(frozenset((loss, forward)))
-    if found & _LOSSES:
+    if named & _LOSSES:
         return _of_functions(frozenset((forward,)))
     return _behind(counting(model), forward)
 
@@ -343,9 +345,9 @@ def _shifts(function: FunctionType) -> bool:
     )
 
 
-def _behind(found: Counting | None, *functions: FunctionType) -> Counting | None:
+def _behind(way: Counting | None, *functions: FunctionType) -> Counting | None:
     """Return how labels count that some of `functions` may put behind something: the first is then predicted, too."""
-    return "all" if found == "shifted" and any(map(_puts_before, _nodes(functions))) else found
+    return "all" if way == "shifted" and any(map(_puts_before, _nodes(functions))) else way
 
 
 def _puts_before(node: ast.AST) -> bool:
@@ -354,9 +356,9 @@ def _puts_before(node: ast.AST) -> bool:
         return False
     first, *others = node.args
     if node.func.attr in ("cat", "concat", "concatenate") and isinstance(first, (ast.List, ast.Tuple)):
-        are_labels = [_is_of_labels(one) and not _makes(one) for one in first.elts]
+        are_labels = [_is_of_labels(element) and not _makes(element) for element in first.elts]
         return True in are_labels[1:] and not are_labels[0]
-    widths = [*others, *(one.value for one in node.keywords if one.arg == "pad"), None][0]
+    widths = [*others, *(keyword.value for keyword in node.keywords if keyword.arg == "pad"), None][0]
     is_padded = node.func.attr == "pad" and _is_of_labels(first) and isinstance(widths, (ast.List, ast.Tuple))
     # a negative width cuts the first labels off: ``F.pad(labels, (-1, 1))`` moves them
     return is_padded and ast.unparse(widths.elts[0])[0] not in "0-"  # type: ignore[union-attr]
@@ -374,5 +376,5 @@ def _is_of_labels(node: ast.expr) -> bool:
 
 def _words(node: ast.AST) -> set[str]:
     """The names, attributes, texts and names of arguments in an expression."""
-    words = [getattr(one, name, None) for one in ast.walk(node) for name in ("id", "attr", "value", "arg")]
+    words = [getattr(child, name, None) for child in ast.walk(node) for name in ("id", "attr", "value", "arg")]
     return {word for word in words if isinstance(word, str)}

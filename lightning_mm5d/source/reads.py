@@ -68,15 +68,15 @@ def reads(cls: type[nn.Module]) -> Reads | None:
     if forward is None or len(methods) < len(named):
         return None
     nodes = [node for method in methods for node in _body(method)]
-    own = [node for node in nodes if isinstance(node, ast.Attribute) and _is_self(node.value)]
+    self_attributes = [node for node in nodes if isinstance(node, ast.Attribute) and _is_self(node.value)]
     config = [
         node.attr
         for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value in own
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value in self_attributes
         if node.value.attr == "config"
     ]
     return Reads(
-        attributes=frozenset(node.attr for node in own),
+        attributes=frozenset(node.attr for node in self_attributes),
         config=frozenset(config),
         calls=frozenset(_called(nodes)),
         input_widths=any(map(_uses_input_width, methods)),
@@ -114,11 +114,11 @@ def weights_read(cls: type[nn.Module]) -> frozenset[str]:
     What looks at a weight's dtype or device only, or handles parameters (ties, initializes or saves them, or gives them
     to an optimizer), does not count.
     """
-    found: set[str] = set()
+    parts: set[str] = set()
     for name, function in _functions(cls, lambda function: _taken(function).names):
         if not is_handling(name):
-            found |= _taken(function).parts
-    return frozenset(found)
+            parts |= _taken(function).parts
+    return frozenset(parts)
 
 
 def is_handling(name: str) -> bool:
@@ -150,14 +150,14 @@ def _parts(method: ast.FunctionDef) -> frozenset[str]:
     harmless = {
         id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in ("dtype", "device")
     }
-    found: set[str] = set()
+    parts: set[str] = set()
     for node in nodes:
         is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and id(node) not in harmless
         if isinstance(node, ast.Attribute) and node.attr == "weight" and is_read:
             holder = node.value.func if isinstance(node.value, ast.Call) else node.value
             if isinstance(holder, ast.Attribute):
-                found.add(holder.attr)
-    return frozenset(found)
+                parts.add(holder.attr)
+    return frozenset(parts)
 
 
 def _methods(cls: type[nn.Module]) -> Iterator[tuple[str, ast.FunctionDef | None]]:
@@ -170,14 +170,14 @@ def _methods(cls: type[nn.Module]) -> Iterator[tuple[str, ast.FunctionDef | None
 def _by_self(method: ast.FunctionDef) -> ast.FunctionDef:
     """Return a method that calls its object ``self``, whatever name its author gave it."""
     named = [*method.args.posonlyargs, *method.args.args][:1]
-    is_bound = not any(ast.unparse(one) in ("staticmethod", "classmethod") for one in method.decorator_list)
+    is_bound = not any(ast.unparse(node) in ("staticmethod", "classmethod") for node in method.decorator_list)
     if not named or named[0].arg == "self" or not is_bound:
         return method
-    other, method = named[0].arg, copy.deepcopy(method)  # trees are those of everybody who asks
+    self_name, method = named[0].arg, copy.deepcopy(method)  # trees are those of everybody who asks
     for node in ast.walk(method):
-        if isinstance(node, ast.Name) and node.id == other:
+        if isinstance(node, ast.Name) and node.id == self_name:
             node.id = "self"
-        elif isinstance(node, ast.arg) and node.arg == other:
+        elif isinstance(node, ast.arg) and node.arg == self_name:
             node.arg = "self"
     return method
 
@@ -203,8 +203,8 @@ def _functions(
             if name in skipped:
                 continue
             yield name, function
-            found = names(function)
-            if found is not None and not found & bases:
+            named = names(function)
+            if named is not None and not named & bases:
                 skipped.add(name)
 
 
@@ -257,7 +257,7 @@ def _numbers(function: FunctionType) -> Iterator[int]:
             yield value
         for part in written:
             parts = part.elts if isinstance(part, ast.Tuple | ast.List) else [part]
-            yield from (one.value for one in parts if isinstance(one, ast.Constant) and type(one.value) is int)
+            yield from (expr.value for expr in parts if isinstance(expr, ast.Constant) and type(expr.value) is int)
 
 
 def _fused(node: ast.AST) -> Literal["heads", "groups"] | None:

@@ -38,15 +38,15 @@ def decorated(function: Any) -> Iterator[FunctionType]:
 
 def method_of(cls: type, name: str) -> FunctionType | None:
     """Return the method that instances of `cls` have, as `function_of` does; None where there is none."""
-    return function_of(next((vars(one)[name] for one in cls.__mro__ if name in vars(one)), None))
+    return function_of(next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None))
 
 
 def next_method(cls: type, function: FunctionType, name: str) -> FunctionType | None:
     """Return what ``super().name`` is in a method of `cls` or of one of its bases; None where it is no function."""
-    owners = [index for index, one in enumerate(cls.__mro__) if function in dict(own_functions(one)).values()]
+    owners = [index for index, base in enumerate(cls.__mro__) if function in dict(own_functions(base)).values()]
     # the last one has written it: others may have it again, by a wrapper around what they inherit
     later = cls.__mro__[owners[-1] + 1 :] if owners else ()
-    return next((function_of(vars(one)[name]) for one in later if name in vars(one)), None)
+    return next((function_of(vars(base)[name]) for base in later if name in vars(base)), None)
 
 
 def is_super(node: ast.AST) -> bool:
@@ -90,8 +90,8 @@ def _parsed(function: FunctionType) -> ast.FunctionDef | None:
         tree = ast.parse(f"if 1:\n{text}" if text[:1].isspace() else text).body[0]
     except (OSError, TypeError, SyntaxError):
         return None
-    found = tree.body[0] if isinstance(tree, ast.If) else tree
-    return found if isinstance(found, ast.FunctionDef) else None
+    definition = tree.body[0] if isinstance(tree, ast.If) else tree
+    return definition if isinstance(definition, ast.FunctionDef) else None
 
 
 def names(function: FunctionType, variables: bool = True) -> frozenset[str] | None:
@@ -104,7 +104,7 @@ def names(function: FunctionType, variables: bool = True) -> frozenset[str] | No
     tree = tree_of(function)
     if tree is None:
         return None
-    named = [one for node in ast.walk(tree) if node is not tree for one in _named(node)]
+    named = [pair for node in ast.walk(tree) if node is not tree for pair in _named(node)]
     local = frozenset() if variables else {name for name, kind in named if kind == "variable"}
     return frozenset(name for name, kind in named if kind == "attribute" or name not in local)
 
@@ -112,9 +112,9 @@ def names(function: FunctionType, variables: bool = True) -> frozenset[str] | No
 def codes_in(code: CodeType) -> Iterator[CodeType]:
     """Yield compiled code, and that of the functions, lambdas and comprehensions in it."""
     yield code
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from codes_in(one)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
 
 
 def forward_names(cls: type[nn.Module]) -> frozenset[str] | None:
@@ -128,13 +128,13 @@ def class_names(cls: type[nn.Module]) -> frozenset[str] | None:
 
     None where one of them has no source.
     """
-    found = forward_names(cls)
-    functions = [one for owner in cls.__mro__ if not _is_torch(owner) for _, one in own_functions(owner)]
+    named = forward_names(cls)
+    functions = [function for owner in cls.__mro__ if not _is_torch(owner) for _, function in own_functions(owner)]
     beside = getattr(method_of(cls, "forward"), "__globals__", {})
-    called = [function_of(beside.get(name)) for name in found or ()]
-    functions += [one for one in called if one is not None and one.__module__ == cls.__module__]
-    every = [found, *(names(function) for function in functions)]
-    return None if None in every else frozenset().union(*(one for one in every if one is not None))
+    called = [function_of(beside.get(name)) for name in named or ()]
+    functions += [function for function in called if function is not None and function.__module__ == cls.__module__]
+    every = [named, *(names(function) for function in functions)]
+    return None if None in every else frozenset().union(*(words for words in every if words is not None))
 
 
 def mentions(cls: type, words: list[str]) -> bool:
@@ -189,9 +189,9 @@ def reached(cls: type, step: str) -> Iterator[FunctionType]:
         yield function
         for name in names(function) or ():
             beside = function_of(function.__globals__.get(name))
-            own = method_of(cls, name) if not hasattr(nn.Module, name) or name == "forward" else None
+            method = method_of(cls, name) if not hasattr(nn.Module, name) or name == "forward" else None
             waiting += [
-                one
-                for one in (own, beside)
-                if one is not None and one.__module__.partition(".")[0] not in ("torch", "lightning", "transformers")
+                func
+                for func in (method, beside)
+                if func is not None and func.__module__.partition(".")[0] not in ("torch", "lightning", "transformers")
             ]

@@ -112,7 +112,7 @@ def _projected(region: Region, module: Any, *inputs: Tensor) -> list[Tensor]:
     if module.in_proj_weight is not None:
         weights = module.in_proj_weight.split(width)
     biases = (None,) * 3 if bias is None else bias.split(width)
-    return [F.linear(*one) for one in zip(entered, weights, biases, strict=True)]
+    return [F.linear(*operands) for operands in zip(entered, weights, biases, strict=True)]
 
 
 def _rows(x: Tensor, is_batched: bool, is_tokens_first: bool) -> Tensor:
@@ -124,18 +124,18 @@ def _mask(
     attention: Tensor | None, padding: Tensor | None, q: Tensor, lengths: tuple[int, ...], region: Region
 ) -> Tensor | None:
     """What is added to scores, ``[B or 1, h or 1, L or 1, S]``; None where nothing is."""
-    group, found = region.group, None
+    group, mask = region.group, None
     if attention is not None:
         if attention.dim() == 3:  # of all samples' heads
             every = scatter(attention.unflatten(0, (-1, sum(lengths))), 1, lengths, group)
-            found = _added(every, q.dtype)
+            mask = _added(every, q.dtype)
         else:
-            found = _added(copy(attention, group) if attention.requires_grad else attention, q.dtype)[None, None]
+            mask = _added(copy(attention, group) if attention.requires_grad else attention, q.dtype)[None, None]
     if padding is not None:
         padding = padding if padding.dim() == 2 else padding.unsqueeze(0)
         of_keys = _added(copy(padding, group) if padding.requires_grad else padding, q.dtype)[:, None, None]
-        found = of_keys if found is None else found + of_keys
-    return found
+        mask = of_keys if mask is None else mask + of_keys
+    return mask
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -208,7 +208,7 @@ class TensorParallel(Removable):
         for path, heads in division.heads.items():
             if self._here.get(path) and division.groups[path] in groups:
                 self._hook(root.get_submodule(path), heads, groups[division.groups[path]])
-        self.lines = [line for one in (lines or {}).values() for line in one.values()]
+        self.lines = [line for modality_lines in (lines or {}).values() for line in modality_lines.values()]
         for name, layers in in_blocks.items():
             assert lines is not None
             is_here = partial(self._is_here, holds=holds)
@@ -374,14 +374,14 @@ class TensorParallel(Removable):
         def leave(_: nn.Module, args: Any, result: Any) -> Any:
             if not isinstance(result, tuple):
                 return result
-            found = list(result)
+            values = list(result)
             for position, dim in heads.results.items():
-                value = found[position] if position < len(found) else None
+                value = values[position] if position < len(values) else None
                 if not isinstance(value, Tensor) or isinstance(value, Sharded) or value.dim() <= dim:
                     continue
                 if value.shape[dim] == heads.lengths[group.index]:
-                    found[position] = from_local(value, dim - value.dim(), heads.lengths, group)
-            return tuple(found)
+                    values[position] = from_local(value, dim - value.dim(), heads.lengths, group)
+            return tuple(values)
 
         if heads.arguments:
             self.changes.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
@@ -412,13 +412,13 @@ def _own_heads(value: Any, dim: int, lengths: tuple[int, ...], group: TensorGrou
 
 def _experts(region: Region) -> Callable[..., Any]:
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        def own(value: Any) -> Any:
+        def entered(value: Any) -> Any:
             if isinstance(value, Sharded):
                 value = value.full()
             wants = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
             return copy(value, region.group) if wants else value
 
-        args, kwargs = tuple(map(own, args)), {name: own(value) for name, value in kwargs.items()}
+        args, kwargs = tuple(map(entered, args)), {name: entered(value) for name, value in kwargs.items()}
         with region.inside() if module.training else nullcontext():
             result = type(module).forward(module, *args, **kwargs)
         return reduce(result, region.group, is_fresh=isinstance(result, Tensor) and is_held_once(result))
@@ -443,11 +443,11 @@ def _embedding(held: tuple[int, int], size: int, group: TensorGroup) -> Callable
         unknown = (ids < 0) | (ids >= size)
         if ids.device.type == "cpu" and bool(unknown.any()):
             raise IndexError(f"index out of range: the embedding has {size} rows")
-        found = type(module).forward(module, (ids - start).masked_fill(elsewhere, 0))
-        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        embedded = type(module).forward(module, (ids - start).masked_fill(elsewhere, 0))
+        embedded = embedded.masked_fill(elsewhere.unsqueeze(-1), 0)
         if ids.device.type != "cpu":  # without waiting for the device: NaN, which the first step reports
-            found = found.masked_fill(unknown.unsqueeze(-1), float("nan"))
-        return reduce(found, group, is_fresh=True)
+            embedded = embedded.masked_fill(unknown.unsqueeze(-1), float("nan"))
+        return reduce(embedded, group, is_fresh=True)
 
     return forward
 
@@ -478,15 +478,15 @@ def explained(error: RuntimeError, root: nn.Module, division: Division, *, share
         if kind == "column":
             owner, _, name = path.rpartition(".")
             shared.setdefault(id(root.get_submodule(owner)), (owner, []))[1].append(name)
-    found, traceback = None, error.__traceback__
+    innermost, traceback = None, error.__traceback__
     while traceback is not None:  # the innermost one comes last
         frame = traceback.tb_frame
-        own = next(map(frame.f_locals.get, frame.f_code.co_varnames[: frame.f_code.co_argcount]), None)
-        found = shared.get(id(own), found)
+        first_arg = next(map(frame.f_locals.get, frame.f_code.co_varnames[: frame.f_code.co_argcount]), None)
+        innermost = shared.get(id(first_arg), innermost)
         traceback = traceback.tb_next
-    if found is None:
+    if innermost is None:
         return None
-    owner, names = found
+    owner, names = innermost
     modality = division.groups[f"{owner}.{names[0]}" if owner else names[0]]
     return ConfigError(
         owner or "self",

@@ -110,14 +110,14 @@ class Entrance:
         plain, weights = self._plain(), None
         out = weight.shape[1 if is_conv else 0]
         if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
-            kept, shape = plain if self._shard is None else None, (*plain.shape[:-1], out + -out % multiple)
-            weights = _Weights.apply(weight, bias, kept, shape, self._traffic, is_conv, due)
+            saved_input, shape = plain if self._shard is None else None, (*plain.shape[:-1], out + -out % multiple)
+            weights = _Weights.apply(weight, bias, saved_input, shape, self._traffic, is_conv, due)
             if self._number is not None:
                 renumber_in_backward(weights, self._number)
         shard = None if self._shard is None or weights is None else self._shard.to(plain.dtype)
         layer = weight, bias, is_conv, due, multiple
-        made = _Product.apply(self.entered, weights, plain, shard, layer, self._traffic)
-        return without_padding(same_origin(made, self.entered), -1, out)
+        product = _Product.apply(self.entered, weights, plain, shard, layer, self._traffic)
+        return without_padding(same_origin(product, self.entered), -1, out)
 
     def _plain(self) -> Tensor:
         """The input outside of the graph, in the dtype that autocast chooses: cast once for all layers."""
@@ -168,17 +168,17 @@ class _Traffic:
         shape[dim] = sum(lengths)
 
         def multiply(rows: Tensor, start: int) -> None:
-            made = F.linear(autocast(rows), weight, bias)
+            product = F.linear(autocast(rows), weight, bias)
             if self._first is None:
-                self._first = made.new_empty(shape)
-            self._first.narrow(dim, start, rows.shape[dim]).copy_(made)
+                self._first = product.new_empty(shape)
+            self._first.narrow(dim, start, rows.shape[dim]).copy_(product)
 
         return ring_gather(x, dim, lengths, self._group, multiply)
 
     def first(self) -> Tensor | None:
         """Return the product that was computed beside the gather, once."""
-        made, self._first = self._first, None
-        return made
+        product, self._first = self._first, None
+        return product
 
     def start_gather(self, shard: Tensor) -> None:
         """Start to gather the input again, for one more weight gradient."""
@@ -218,16 +218,16 @@ class _Traffic:
         def part(start: int, length: int) -> Tensor:
             total = None if gradient is None else gradient.narrow(dim, start, length).clone()
             for rows, weight, _ in products:
-                made = (rows.narrow(dim, start, length).contiguous() @ weight).to(dtype)
-                total = made if total is None else total.add_(made)
+                product = (rows.narrow(dim, start, length).contiguous() @ weight).to(dtype)
+                total = product if total is None else total.add_(product)
             assert total is not None
             return total
 
         if all(product.hides_sum for product in products):
             self._sum = self._group.start_sum_scattered(part(0, sum(lengths)), dim, lengths)
         else:
-            found = ring_sum_scattered(part, dim, lengths, self._group)
-            self._sum = lambda: found
+            summed = ring_sum_scattered(part, dim, lengths, self._group)
+            self._sum = lambda: summed
 
     def start_sum(self, gradient: Tensor) -> Tensor:
         """Start to sum the gradient of the input over ranks; return a stand-in for the sum."""
@@ -297,8 +297,8 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(weight if x.requires_grad else None, shard)
         ctx.is_conv, ctx.traffic, ctx.due, ctx.multiple = is_conv, traffic, due, multiple
         ctx.is_trained = weights is not None and weight.requires_grad
-        if (made := traffic.first()) is not None:
-            return made
+        if (product := traffic.first()) is not None:
+            return product
         bias = None if bias is None else padded_rows(bias, multiple)
         weight = weight if multiple == 1 else autocast(weight)  # before it is padded, which autocast would cast again
         return F.linear(plain, weight.t() if is_conv else padded_rows(weight, multiple), bias)
@@ -348,13 +348,13 @@ class _Weights(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         wants_weight, wants_bias, *_ = ctx.needs_input_grad
         rows = gradient.reshape(-1, gradient.shape[-1])
-        own = None
+        of_weight = None
         if ctx.traffic.sharding is not None:
             x = ctx.traffic.gathered()
         if wants_weight:
-            own = weight_gradient(ctx.weight, rows, x, is_conv=ctx.is_conv, due=ctx.due, out=ctx.out)
+            of_weight = weight_gradient(ctx.weight, rows, x, is_conv=ctx.is_conv, due=ctx.due, out=ctx.out)
         of_bias = without_padding(rows.sum(0), 0, ctx.out).to(ctx.bias_dtype) if wants_bias else None
-        return own, of_bias, None, None, None, None, None
+        return of_weight, of_bias, None, None, None, None, None
 
 
 def autocast(x: Tensor) -> Tensor:
@@ -389,8 +389,8 @@ def weight_gradient(
     if due is None or not due.is_open:
         return (x.t() @ rows if is_conv else without_padding(rows.t() @ x, 0, out)).to(weight.dtype)
     # a copy: a bias may have taken the same memory for its gradient, and later microbatches add to that
-    kept = without_padding(rows if is_own else rows.clone(), 1, out)
-    due.add(weight, *((x, kept) if is_conv else (kept, x)))
+    due_rows = without_padding(rows if is_own else rows.clone(), 1, out)
+    due.add(weight, *((x, due_rows) if is_conv else (due_rows, x)))
     return None
 
 

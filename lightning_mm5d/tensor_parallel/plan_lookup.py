@@ -71,33 +71,33 @@ def plans_of(root: nn.Module, wanted: Callable[[str], bool] = lambda path: True)
         root: the LightningModule, on any device.
         wanted: whether the module at a path is to be sharded.
     """
-    found: dict[str, Plans] = {}
+    by_path: dict[str, Plans] = {}
     registered: list[str] = []
     skipped: list[str] = []
     claimed: set[int] = set()
-    own, families = metadata(root), known_families()
+    tp_plans, families = metadata(root), known_families()
     lists = [path for path, module in root.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
     for path, module in root.named_modules():
         plans = _registered(type(module))
         if plans:
             registered.append(path)
             if wanted(path):
-                found[path] = plans
+                by_path[path] = plans
     for path, module in root.named_modules():
         if isinstance(module, nn.MultiheadAttention) and _is_read(root, path):
             skipped.append(path)
         if not wanted(path) or _is_in(path, (*registered, *skipped)):
             continue
         chosen: list[TensorParallelPlan] = []
-        said = said_by_layers(path, module)
-        for plan in [said] if said else _candidates(module, own.get(path, ()), families, _is_in(path, lists)):
+        stated = said_by_layers(path, module)
+        for plan in [stated] if stated else _candidates(module, tp_plans.get(path, ()), families, _is_in(path, lists)):
             held = {id(module.get_submodule(key)) for key in (*plan.column, *plan.row, *plan.experts)}
             if not held & claimed:
                 claimed |= held
                 chosen.append(plan)
         if chosen:
-            found[path] = tuple(chosen)
-    return found
+            by_path[path] = tuple(chosen)
+    return by_path
 
 
 def origins(root: nn.Module, paths: Iterable[str]) -> dict[str, int]:
@@ -108,7 +108,7 @@ def origins(root: nn.Module, paths: Iterable[str]) -> dict[str, int]:
         paths: of the layers that plans name.
     """
     counts: dict[str, int] = {}
-    own, families = metadata(root), known_families()
+    tp_plans, families = metadata(root), known_families()
     for path in paths:
         parts = path.split(".")
         around = [(".".join(parts[:at]), ".".join(parts[at:])) for at in range(len(parts))]
@@ -117,7 +117,7 @@ def origins(root: nn.Module, paths: Iterable[str]) -> dict[str, int]:
             origin = "register_tensor_parallel_plan"
         elif isinstance(linear_of(root.get_submodule(path)), Linear):
             origin = "its layers"
-        elif any(_names(plan, inside) for _, parent, inside in modules for plan in own.get(parent, ())):
+        elif any(_names(plan, inside) for _, parent, inside in modules for plan in tp_plans.get(parent, ())):
             origin = "the model's tp_plan"
         elif any((plan := family_plan(module, families)) and _names(plan, inside) for module, _, inside in modules):
             origin = "the table of families"
@@ -130,7 +130,7 @@ def origins(root: nn.Module, paths: Iterable[str]) -> dict[str, int]:
 def _is_read(root: nn.Module, path: str) -> bool:
     """Whether code around an attention of torch computes with its weights, past its own forward."""
     around = [path.rsplit(".", cut)[0] for cut in range(1, path.count(".") + 1)]
-    classes = {owner for one in ("", *around) for owner in type(root.get_submodule(one)).__mro__}
+    classes = {owner for holder in ("", *around) for owner in type(root.get_submodule(holder)).__mro__}
     functions = [
         function
         for owner in classes
@@ -138,16 +138,16 @@ def _is_read(root: nn.Module, path: str) -> bool:
         for name, function in own_functions(owner)
         if not is_handling(name)
     ]
-    found = [names(function) for function in functions]
-    return any(one is None or one & _OF_ATTENTION for one in found)
+    named = [names(function) for function in functions]
+    return any(words is None or words & _OF_ATTENTION for words in named)
 
 
 def _names(plan: TensorParallelPlan, inside: str) -> bool:
     return inside in (*plan.column, *plan.row, *plan.experts)
 
 
-def _candidates(module: nn.Module, own: Plans, families: Families, in_layers: bool) -> Iterator[TensorParallelPlan]:
-    yield from own
+def _candidates(module: nn.Module, plans: Plans, families: Families, in_layers: bool) -> Iterator[TensorParallelPlan]:
+    yield from plans
     family = family_plan(module, families)
     if family is not None:
         yield family
@@ -178,15 +178,15 @@ def unplanned(root: nn.Module, plans: Mapping[str, Plans], layers: Iterable[str]
         layers: paths of lists of layers.
     """
     planned = {id(root.get_submodule(path)) for path in plans}
-    found = {}
+    hints = {}
     for path in layers:
         for name, layer in root.get_submodule(path).named_children():
             if not planned & {id(module) for module in layer.modules()} and _has_linear(layer):
-                found[f"{path}.{name}"] = (
+                hints[f"{path}.{name}"] = (
                     f"no tensor parallel plan is known for {type(layer).__name__} ({_linears(layer)}). "
                     f"Say how it is sharded: {_example(layer)}"
                 )
-    return found
+    return hints
 
 
 def _has_linear(layer: nn.Module) -> bool:
@@ -194,18 +194,18 @@ def _has_linear(layer: nn.Module) -> bool:
 
 
 def _named_linears(layer: nn.Module) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = {}
+    linears: dict[str, tuple[int, int]] = {}
     for path, module in layer.named_modules():
         adapted = getattr(module, "base_layer", module)
         is_part = path.endswith(".base_layer") or ".lora_" in path
         if isinstance(adapted, (nn.Linear, Conv1D)) and not is_part:
-            found[path] = sizes(adapted)
-    return found
+            linears[path] = sizes(adapted)
+    return linears
 
 
 def _linears(layer: nn.Module) -> str:
-    found = [f"{path or 'itself'} ({given} to {taken})" for path, (given, taken) in _named_linears(layer).items()]
-    return ", ".join(found) or "tensors of experts"
+    texts = [f"{path or 'itself'} ({fan_in} to {fan_out})" for path, (fan_in, fan_out) in _named_linears(layer).items()]
+    return ", ".join(texts) or "tensors of experts"
 
 
 def _example(layer: nn.Module) -> str:
@@ -258,7 +258,7 @@ def divide(
     others: list[OtherDivision] = [module.begin(root, partition, modalities) for module in parts("layers_in_blocks")]
 
     def pieces(path: str, degree: int) -> int:
-        return next((count for one in others if (count := one.pieces(path)) is not None), degree)
+        return next((count for other in others if (count := other.pieces(path)) is not None), degree)
 
     degrees = {name: modality.tp_size for name, modality in modalities.items()}
     if set(degrees.values()) == {1}:
@@ -269,15 +269,15 @@ def divide(
         users = partition.users(parameter)
         return (user, degrees[user]) if len(users) == 1 and (user := next(iter(users))) else None
 
-    sharded = [name for name in partition.owners if (found := place(name)) is not None and found[1] > 1]
+    sharded = [name for name in partition.owners if (group := place(name)) is not None and group[1] > 1]
     around = {name.rsplit(".", cut)[0] for name in sharded for cut in range(1, name.count(".") + 1)} | {""}
     layers = [path for name, path in partition.layers.items() if path is not None and degrees[name] > 1]
     plans, whole = plans_of(root, around.__contains__), dict[str, tuple[str, str]]()
     full = {path: why for path, why in unplanned(root, plans, layers).items() if path in around}
     for path, weights in (experts or {}).items():
-        found = place(weights[0])
-        if found is not None and found[1] > 1 and modalities[found[0]].tensor.expert_tp_size == 1:
-            whole |= dict.fromkeys(weights, (path, found[0]))
+        group = place(weights[0])
+        if group is not None and group[1] > 1 and modalities[group[0]].tensor.expert_tp_size == 1:
+            whole |= dict.fromkeys(weights, (path, group[0]))
     plans = _without(plans, {path for path, _ in whole.values()})
     full_embeddings = {name for name, modality in modalities.items() if not modality.tensor.shard_embedding}
     multiples = {
@@ -296,10 +296,10 @@ def divide(
         whole={**division.whole, **full},
     )
     several = [name for name in partition.owners if place(name) is None]
-    for one in others:
-        division = one.divided(division, several)
+    for other in others:
+        division = other.divided(division, several)
     for why in dict.fromkeys(division.whole.values()):
-        paths = [path for path, said in division.whole.items() if said == why]
+        paths = [path for path, reason in division.whole.items() if reason == why]
         more = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
         _log.warning("%s%s is computed in full on every tensor parallel rank: %s", paths[0], more, why)
     return division
@@ -311,10 +311,10 @@ def _without(plans: Mapping[str, Plans], paths: Collection[str]) -> dict[str, Pl
     def is_in(name: str) -> bool:
         return any(name == path or name.startswith(f"{path}.") for path in paths)
 
-    found = {}
+    remaining = {}
     for path, several in plans.items():
         join = f"{path}.".lstrip(".")
-        kept = tuple(
+        pruned = tuple(
             replace(
                 plan,
                 column={key: parts for key, parts in plan.column.items() if not is_in(join + key)},
@@ -325,8 +325,8 @@ def _without(plans: Mapping[str, Plans], paths: Collection[str]) -> dict[str, Pl
             for plan in several
         )
         if not is_in(path):
-            found[path] = kept
-    return found
+            remaining[path] = pruned
+    return remaining
 
 
 def _check_divided(
@@ -336,12 +336,12 @@ def _check_divided(
     place: Callable[[str], tuple[str, int] | None],
 ) -> None:
     for path, weights in experts.items():
-        found = place(weights[0])
-        given = 1 if found is None else modalities[found[0]].tensor.expert_tp_size
+        group = place(weights[0])
+        size = 1 if group is None else modalities[group[0]].tensor.expert_tp_size
         cut = [shard for name in weights if (shard := division.shards.get(name)) is not None]
-        if found is not None and given > 1 and (division.roles.get(path) != "experts" or any(s.dim == 0 for s in cut)):
+        if group is not None and size > 1 and (division.roles.get(path) != "experts" or any(s.dim == 0 for s in cut)):
             rule = f"No plan says how the experts of {path} are divided"
-            raise ConfigError(f"modalities.{found[0]}.tensor.expert_tp_size", given, rule, "Use expert_tp_size=1")
+            raise ConfigError(f"modalities.{group[0]}.tensor.expert_tp_size", size, rule, "Use expert_tp_size=1")
 
 
 def _check_vocabularies(division: Division, multiples: Mapping[str, int]) -> None:

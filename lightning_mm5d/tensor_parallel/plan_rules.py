@@ -136,17 +136,17 @@ def rules(module: nn.Module, in_layers: bool) -> Iterator[TensorParallelPlan]:
 
 def attention_rule(module: nn.Module) -> TensorParallelPlan | None:
     """Return the plan of an attention whose output layer is in `module`, its projections there or one level deeper."""
-    found = _projections(module)
-    if found:
+    projections = _projections(module)
+    if projections:
         output = next((name for name in _OUTPUTS if _linear(module, name)), None)
-        return _attention(module, "", found, output) if output else None
+        return _attention(module, "", projections, output) if output else None
     output = next((name for name in _SIBLING_OUTPUTS if _linear(module, name)), None)
     if output is None or not _begins_with(module, *output.split(".")):
         return None
     for name, child in module.named_children():
-        found = _projections(child)
-        if found and not any(_linear(child, other) for other in _OUTPUTS):
-            return _attention(module, f"{name}.", found, output)
+        projections = _projections(child)
+        if projections and not any(_linear(child, other) for other in _OUTPUTS):
+            return _attention(module, f"{name}.", projections, output)
     return None
 
 
@@ -275,24 +275,24 @@ def _head_norms(holder: nn.Module, names: set[str], width: int, heads: int) -> t
     """Return the norms of single heads, None where something else in `holder` has parameters or counts heads."""
     touched = [name.partition(".")[0] for name in accesses(holder, "forward")]
     order = [name for name in touched if _has_parameters(holder._modules.get(name))]
-    found: list[str] = []
+    norms: list[str] = []
     if holder._parameters or any(heads in buffer.shape for buffer in holder.buffers()):
         return None
     for name, child in holder.named_children():
-        if any(one == name or one.startswith(f"{name}.") for one in names):
+        if any(layer == name or layer.startswith(f"{name}.") for layer in names):
             continue
         shapes = {tuple(parameter.shape) for parameter in child.parameters()}
         is_norm = "norm" in type(child).__name__.lower()
         if not shapes and not is_norm:
-            if any(_is_number(vars(part).get(one)) for part in child.modules() for one in _COUNTS):
+            if any(_is_number(vars(part).get(attribute)) for part in child.modules() for attribute in _COUNTS):
                 return None  # it computes with the number of all heads
             continue
         is_one = next(child.children(), None) is None  # not one norm for each head
         if shapes == {(width,)} and heads > 1 and is_norm and is_one and _HEAD_NORM.fullmatch(name):
-            found.append(name)
+            norms.append(name)
         elif not (is_norm and order[-1:] == [name] and order.count(name) == 1 and order[-2] in names):
             return None  # but for a norm of the full output, after the last layer
-    return tuple(found)
+    return tuple(norms)
 
 
 # --- MLPs ---
@@ -309,8 +309,8 @@ def mlp_rule(module: nn.Module, columns: tuple[str, ...], row: str) -> TensorPar
     if any(sizes(linear)[1] == sizes(_linear(module, row))[0] for linear in others):
         return None  # what it gives may be multiplied with theirs
     packed = "chunk" in code.calls
-    own = code.attributes - {*columns, row, "training"}
-    for name in own:
+    attributes = code.attributes - {*columns, row, "training"}
+    for name in attributes:
         value = getattr(module, name, None)
         if isinstance(value, nn.Module) and not _is_elementwise(value):
             return None
@@ -318,8 +318,8 @@ def mlp_rule(module: nn.Module, columns: tuple[str, ...], row: str) -> TensorPar
             return None
         if _may_count(value) and value != -1 and not _REAL.search(name):  # a number below zero is a dim
             return None
-    allowed = _ELEMENTWISE_CALLS | own | {*columns, row} | ({"chunk"} if packed else frozenset())
-    if code.calls - allowed or any(callable(getattr(type(module), name, None)) for name in own):
+    allowed = _ELEMENTWISE_CALLS | attributes | {*columns, row} | ({"chunk"} if packed else frozenset())
+    if code.calls - allowed or any(callable(getattr(type(module), name, None)) for name in attributes):
         return None
     return _mlp(module, columns, row, packed)
 
@@ -349,9 +349,11 @@ def said_by_layers(path: str, module: nn.Module) -> TensorParallelPlan | None:
     Raises:
         ConfigError: they do not fit together, or the code of the module is not known to be right on a part of them.
     """
-    said = {name: one for name in module._modules if isinstance(one := _linear(module, name), Linear) and one.sharding}
-    columns = {name: one for name, one in said.items() if one.sharding == "column"}
-    rows = {name: one for name, one in said.items() if one.sharding == "row"}
+    layers = {
+        name: layer for name in module._modules if isinstance(layer := _linear(module, name), Linear) and layer.sharding
+    }
+    columns = {name: layer for name, layer in layers.items() if layer.sharding == "column"}
+    rows = {name: layer for name, layer in layers.items() if layer.sharding == "row"}
     if not columns and not rows:
         return None
     register = f"register a plan for it: register_tensor_parallel_plan({type(module).__name__!r}, ...)"
@@ -428,12 +430,12 @@ def metadata(root: nn.Module) -> dict[str, tuple[TensorParallelPlan, ...]]:
                 if style is not None:
                     parent, _, last = name.rpartition(".")
                     styles.setdefault(".".join(filter(None, (base, parent))), {})[last] = style
-    found: dict[str, tuple[TensorParallelPlan, ...]] = {}
+    by_path: dict[str, tuple[TensorParallelPlan, ...]] = {}
     for path, entries in styles.items():
         plans = tuple(_from_styles(root.get_submodule(path), entries, styles, path))
         if plans:
-            found[path] = plans
-    return found
+            by_path[path] = plans
+    return by_path
 
 
 def _from_styles(

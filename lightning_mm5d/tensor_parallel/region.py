@@ -269,8 +269,8 @@ class _RingRow(torch.autograd.Function):
             if below is not None:
                 below.narrow(dim, start, rows.shape[dim]).copy_(rows @ weight)
 
-        full, own = ring_gather(gradient, dim, lengths, ctx.group, multiply), None
+        full, of_weight = ring_gather(gradient, dim, lengths, ctx.group, multiply), None
         if wants_weight:
             rows = full.reshape(-1, full.shape[-1])
-            own = weight_gradient(ctx.weight, rows, x, is_conv=ctx.is_conv, due=ctx.due, is_own=True)
-        return below, own, None, None, None, None
+            of_weight = weight_gradient(ctx.weight, rows, x, is_conv=ctx.is_conv, due=ctx.due, is_own=True)
+        return below, of_weight, None, None, None, None

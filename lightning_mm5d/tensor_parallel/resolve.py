@@ -40,9 +40,9 @@ class OwnHeads(int):
     @classmethod
     def of(cls, count: int, whole: int) -> OwnHeads:
         """`count` of `whole` heads."""
-        own = cls(count)
-        own.whole = whole
-        return own
+        heads = cls(count)
+        heads.whole = whole
+        return heads
 
     def __rfloordiv__(self, width: int) -> int:
         return width // self.whole
@@ -90,7 +90,7 @@ class Units:
 
     def attributes(self) -> dict[str, tuple[int, ...]]:
         """Values of attributes on each rank."""
-        found: dict[str, tuple[int, ...]] = {}
+        values: dict[str, tuple[int, ...]] = {}
         plan = self._plan
         counts = {}
         if isinstance(plan.key_value_heads, str):
@@ -100,16 +100,16 @@ class Units:
         for attribute, part in (counts | dict(plan.local)).items():
             value = _number(self._module, attribute)
             if part == "width":
-                found[attribute] = tuple(stop - start for start, stop in even_ranges(value, self._degree))
+                values[attribute] = tuple(stop - start for start, stop in even_ranges(value, self._degree))
             elif part == "group_size":
-                both = zip(self.lengths("heads"), self.lengths("key_value_heads"), strict=True)
-                found[attribute] = tuple(query // key_value for query, key_value in both)
+                lengths = zip(self.lengths("heads"), self.lengths("key_value_heads"), strict=True)
+                values[attribute] = tuple(query // key_value for query, key_value in lengths)
             else:
                 units = self._query if part == "heads" else self._key_value
-                found[attribute] = tuple(value * length // units for length in self.lengths(part))
+                values[attribute] = tuple(value * length // units for length in self.lengths(part))
             if plan.whole_width and attribute == plan.heads:
-                found[attribute] = tuple(OwnHeads.of(count, value) for count in found[attribute])
-        return found
+                values[attribute] = tuple(OwnHeads.of(count, value) for count in values[attribute])
+        return values
 
     def shard(self, path: str, dim: int, size: int, parts: Sequence[str]) -> Shard:
         """The shard of a dim that is made of `parts`, one after the other."""
@@ -453,7 +453,7 @@ class _Resolver:
             self._shards[full] = shard
             self._groups[full] = name
             if is_lookup and user.padding_idx is not None:  # -1 stands for none
-                held = [one[0] for one in shard.ranges]
+                held = [rank_ranges[0] for rank_ranges in shard.ranges]
                 places = (user.padding_idx - a if a <= user.padding_idx < b else -1 for a, b in held)
                 self._local[path, "padding_idx"] = tuple(places)
             if not is_lookup:

@@ -64,7 +64,7 @@ class Gathered:
 
     def __init__(self, local: Local, split: TokenSplit, group: TensorGroup, tokens: Tensor) -> None:
         self._local, self._split, self._group = local, split, group
-        self._own, self._all = split.indices(group.index, tokens.device), tokens
+        self._shard, self._all = split.indices(group.index, tokens.device), tokens
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         ratio = q.shape[1] // k.shape[1]
@@ -73,9 +73,9 @@ class Gathered:
 
         def compute(heads: slice, keys: Tensor, values: Tensor) -> None:
             queries = slice(heads.start * ratio, heads.stop * ratio)
-            found = self._local.attend(q[:, queries], keys, values, self._own, self._all)
-            if found is not None:
-                out[:, queries], lse[:, queries] = found
+            attended = self._local.attend(q[:, queries], keys, values, self._shard, self._all)
+            if attended is not None:
+                out[:, queries], lse[:, queries] = attended
 
         self._each_step(k, v, compute)
         return out, lse
@@ -97,8 +97,8 @@ class Gathered:
         def compute(heads: slice, keys: Tensor, values: Tensor) -> None:
             queries = slice(heads.start * ratio, heads.stop * ratio)
             d_out_here, q_here, out_here, lse_here = (x[:, queries] for x in (d_out, q, out, lse))
-            found = self._local.gradients(d_out_here, q_here, keys, values, out_here, lse_here, self._own, self._all)
-            dq_here, d_keys, d_values = found or (0, torch.zeros_like(keys), torch.zeros_like(values))
+            grads = self._local.gradients(d_out_here, q_here, keys, values, out_here, lse_here, self._shard, self._all)
+            dq_here, d_keys, d_values = grads or (0, torch.zeros_like(keys), torch.zeros_like(values))
             dq[:, queries] = dq_here
             if under_way:
                 land()
@@ -116,7 +116,7 @@ class Gathered:
         steps = [slice(start, min(start + at_once, heads)) for start in range(0, heads, at_once)]
         coming = self._post(k, v, steps[0])
         for step, following in zip(steps, [*steps[1:], None], strict=True):
-            keys, values = (one.wait() for one in coming)
+            keys, values = (gather.wait() for gather in coming)
             coming.clear()  # a gather holds what it received as it came and in order
             if following is not None:
                 coming = self._post(k, v, following)
@@ -352,9 +352,9 @@ class _Attention(torch.autograd.Function):
             dq, dk, dv = ctx.way.core.backward(d_out, q, k, v, out, lse)
             d_sinks = None
             if sinks is not None and ctx.needs_input_grad[3]:
-                d_sinks, own = torch.zeros_like(sinks), slice(None) if heads is None else heads.own
-                shares = torch.exp(sinks[own].to(lse.dtype).view(-1, 1) - lse)
-                d_sinks[own] = -(shares * (d_out.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+                d_sinks, rank_heads = torch.zeros_like(sinks), slice(None) if heads is None else heads.own
+                shares = torch.exp(sinks[rank_heads].to(lse.dtype).view(-1, 1) - lse)
+                d_sinks[rank_heads] = -(shares * (d_out.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
             if heads is not None:
                 if not heads.repeats:  # gradients that are yet to be summed stay precise
                     dk, dv = dk.to(dtype), dv.to(dtype)

@@ -114,8 +114,8 @@ class Alone:
     def backward(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        found = self._local.gradients(d_out, q, k, v, out, lse, self._q_tokens, self._k_tokens)
-        return found or (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+        grads = self._local.gradients(d_out, q, k, v, out, lse, self._q_tokens, self._k_tokens)
+        return grads or (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
 
 
 def nothing(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +145,7 @@ class Ring:
     def __init__(self, local: Local, split: TokenSplit, groups: Sequence[TensorGroup], device: torch.device) -> None:
         self._local, self._split, self._groups, self._device = local, split, groups, device
         self._home = [group.index for group in groups]
-        self._own = self._tokens(self._part(self._home))
+        self._home_tokens = self._tokens(self._part(self._home))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         shapes, dtype = _Shapes(k, v), precise(q.dtype)
@@ -154,10 +154,10 @@ class Ring:
         def visit(part: int, block: Tensor) -> None:
             nonlocal merged
             keys, values = shapes.unpacked(block, self._split.lengths[part])
-            found = self._local.attend(q, keys, values, self._own, self._tokens(part))
-            if found is not None:
-                found = found[0].to(dtype), found[1]
-                merged = found if merged is None else merge(*merged, *found)
+            attended = self._local.attend(q, keys, values, self._home_tokens, self._tokens(part))
+            if attended is not None:
+                attended = attended[0].to(dtype), attended[1]
+                merged = attended if merged is None else merge(*merged, *attended)
 
         self._travel(0, self._home, shapes.packed(k, v, k.dtype), shapes, visit)
         return merged or nothing(q, v)
@@ -171,11 +171,11 @@ class Ring:
         def visit(part: int, block: Tensor) -> Tensor:
             length = self._split.lengths[part]
             keys, values = shapes.unpacked(block, length)
-            found = self._local.gradients(d_out, q, keys, values, out, lse, self._own, self._tokens(part))
-            if found is None:
+            grads = self._local.gradients(d_out, q, keys, values, out, lse, self._home_tokens, self._tokens(part))
+            if grads is None:
                 return torch.zeros_like(block, dtype=dtype)
-            dq.add_(found[0])
-            return shapes.packed(*found[1:], dtype)
+            dq.add_(grads[0])
+            return shapes.packed(*grads[1:], dtype)
 
         gradient = self._travel(0, self._home, shapes.packed(k, v, k.dtype), shapes, visit)
         assert gradient is not None

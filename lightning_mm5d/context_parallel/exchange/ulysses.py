@@ -103,9 +103,9 @@ class Gather:
             filled = rows.new_empty(longest, *rows.shape[1:])
             filled[: len(rows)] = rows
             rows = filled
-        self._own = rows.contiguous()
+        self._sent = rows.contiguous()
         self._rows = rows.new_empty(group.size * longest, *rows.shape[1:])
-        self._work = all_gather_single(self._rows, self._own, group=group.group, async_op=True)
+        self._work = all_gather_single(self._rows, self._sent, group=group.group, async_op=True)
         group.moved += self._rows.nbytes * (group.size - 1) / group.size
 
     def wait(self) -> Tensor:
@@ -128,11 +128,11 @@ class SumScattered:
     def __init__(self, group: TensorGroup, whole: Tensor, split: TokenSplit, dtype: torch.dtype) -> None:
         self._group = group
         places = Places.of(split, whole.device, is_padded=True)
-        self._own = places.parted(tokens_first(whole)).to(dtype).contiguous()
+        self._sent = places.parted(tokens_first(whole)).to(dtype).contiguous()
         self._length = split.lengths[group.index]
-        self._part = self._own.new_empty(max(split.lengths), *self._own.shape[1:])
-        self._work = reduce_scatter_single(self._part, self._own, group=group.group, async_op=True)
-        group.moved += self._own.nbytes * (group.size - 1) / group.size
+        self._part = self._sent.new_empty(max(split.lengths), *self._sent.shape[1:])
+        self._work = reduce_scatter_single(self._part, self._sent, group=group.group, async_op=True)
+        group.moved += self._sent.nbytes * (group.size - 1) / group.size
 
     def wait(self) -> Tensor:
         """Return the sum for this rank's tokens, [B, N, S_rank, D]."""
@@ -239,14 +239,14 @@ class Heads:
         posted = [self._post_heads(x, self._queries) for x in queries]
         posted += [self._post_heads(x, self._keys) for x in keys]
         places = Places.of(self._split, (*queries, *keys)[0].device, is_padded=False)
-        found = []
+        local_heads = []
         for x, (transfer, heads) in zip((*queries, *keys), posted, strict=True):
             rows = transfer.wait().view(self._split.size, x.shape[0], heads, x.shape[3])
-            found.append(heads_first(places.ordered(rows)))
+            local_heads.append(heads_first(places.ordered(rows)))
         if self._reads is not None:
-            for index in range(len(queries), len(found)):
-                found[index] = torch.cat([found[index][:, head : head + 1] for head in self._reads], 1)
-        return found
+            for index in range(len(queries), len(local_heads)):
+                local_heads[index] = torch.cat([local_heads[index][:, head : head + 1] for head in self._reads], 1)
+        return local_heads
 
     def leave(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[Tensor]:
         """Exchange heads for tokens.
@@ -260,28 +260,28 @@ class Heads:
         """
         posted = [self._post_tokens(x, self._queries) for x in queries]
         posted += [self._post_tokens(self._summed(x), self._keys) for x in keys]
-        own = self._split.lengths[self._group.index]
-        found = []
+        tokens = self._split.lengths[self._group.index]
+        rank_tokens = []
         for index, (x, transfer) in enumerate(zip((*queries, *keys), posted, strict=True)):
             is_key = index >= len(queries)
             ranges, batch, width = self._keys if is_key else self._queries, x.shape[0], x.shape[3]
-            received = transfer.wait().split([own * batch * (b - a) * width for a, b in ranges])
-            parts = [part.view(own, batch, b - a, width) for part, (a, b) in zip(received, ranges, strict=True)]
+            received = transfer.wait().split([tokens * batch * (b - a) * width for a, b in ranges])
+            parts = [part.view(tokens, batch, b - a, width) for part, (a, b) in zip(received, ranges, strict=True)]
             if is_key and self.repeats:
-                rows = x.new_zeros(own, batch, self._totals[1], width)
+                rows = x.new_zeros(tokens, batch, self._totals[1], width)
                 for part, (a, b) in zip(parts, ranges, strict=True):
                     rows[:, :, a:b] += part
             else:
                 rows = torch.cat(parts, 2)
-            found.append(heads_first(rows))
-        return found
+            rank_tokens.append(heads_first(rows))
+        return rank_tokens
 
     def _post_heads(self, x: Tensor, ranges: Sequence[Range]) -> tuple[AllToAll, int]:
         """Post each rank's heads of this rank's tokens; return the number of this rank's heads as well."""
-        batch, _, own, width = x.shape
+        batch, _, tokens, width = x.shape
         first, last = ranges[self._group.index]
         sent = torch.cat([tokens_first(x[:, a:b]).reshape(-1) for a, b in ranges])
-        send = [own * batch * (b - a) * width for a, b in ranges]
+        send = [tokens * batch * (b - a) * width for a, b in ranges]
         receive = [length * batch * (last - first) * width for length in self._split.lengths]
         return AllToAll(self._group, sent, send, receive), last - first
 
@@ -289,9 +289,9 @@ class Heads:
         """Post each rank's tokens of this rank's heads."""
         batch, heads, _, width = x.shape
         places = Places.of(self._split, x.device, is_padded=False)
-        own = self._split.lengths[self._group.index]
+        tokens = self._split.lengths[self._group.index]
         send = [length * batch * heads * width for length in self._split.lengths]
-        receive = [own * batch * (b - a) * width for a, b in ranges]
+        receive = [tokens * batch * (b - a) * width for a, b in ranges]
         return AllToAll(self._group, places.parted(tokens_first(x)).reshape(-1), send, receive)
 
     def _summed(self, x: Tensor) -> Tensor:

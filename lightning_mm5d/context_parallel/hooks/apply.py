@@ -60,22 +60,22 @@ _BY_FIRST_ARGUMENT = {
 }
 
 _NAMES = {"drop_path", "stochastic_depth"} | {
-    one.__name__ for one in _BY_SIZE | _BY_FIRST_ARGUMENT if "dropout" not in one.__name__
+    function.__name__ for function in _BY_SIZE | _BY_FIRST_ARGUMENT if "dropout" not in function.__name__
 }
 
 
 def drawing(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules, beside torch's own dropouts, whose code names a function that draws random numbers."""
-    known, found = dict[type, bool](), list[nn.Module]()
+    draws, drawers = dict[type, bool](), list[nn.Module]()
     for part in layers:
         cls = type(part)
-        if cls not in known:
+        if cls not in draws:
             forward = None if cls.__module__.startswith("torch.") else method_of(cls, "forward")
             named = None if forward is None else names(forward, variables=False)
-            known[cls] = named is not None and not named.isdisjoint(_NAMES)
-        if known[cls]:
-            found.append(part)
-    return found
+            draws[cls] = named is not None and not named.isdisjoint(_NAMES)
+        if draws[cls]:
+            drawers.append(part)
+    return drawers
 
 
 class Draws(TorchFunctionMode):
@@ -170,7 +170,7 @@ class ContextParallel(Removable):
         parent = root.get_submodule(path.rpartition(".")[0])
         holders = [module for module in (*members, parent) if hasattr(getattr(module, "config", None), "model_type")]
         packed = any("cu_seqlens" in names_of(module.forward) for module in members)
-        interface.add(self._attention, {id(one.config): one.config for one in holders}.values(), packed)
+        interface.add(self._attention, {id(holder.config): holder.config for holder in holders}.values(), packed)
         self._ways = LayerWays(name, layers, self._attention, self._modules, ranks, self._patch_whole, device)
         for index, layer in enumerate(layers.children()):
             self._patch(layer, index)
@@ -200,11 +200,11 @@ class ContextParallel(Removable):
     # --- patches ---
 
     def _patch(self, layer: nn.Module, index: int) -> None:
-        own = vars(layer).get("forward")
+        instance_forward = vars(layer).get("forward")
         names = names_of(layer.forward)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            inner = partial(type(module).forward, module) if own is None else own
+            inner = partial(type(module).forward, module) if instance_forward is None else instance_forward
             if not self._generates:
                 self._refuse_cache((*args, *kwargs.values()), index)
             return self._run(module, inner, Arguments(args, kwargs), names)
@@ -213,10 +213,10 @@ class ContextParallel(Removable):
 
     def _patch_draws(self, module: nn.Module) -> None:
         """Let a module draw for whole samples as all ranks do, also where a checkpoint computes it again."""
-        own = vars(module).get("forward")
+        instance_forward = vars(module).get("forward")
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            inner = partial(type(module).forward, module) if own is None else own
+            inner = partial(type(module).forward, module) if instance_forward is None else instance_forward
             tokens = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 1), None)
             if tokens is None or not module.training or isinstance(tokens, Sharded):
                 return inner(*args, **kwargs)
@@ -283,7 +283,7 @@ class ContextParallel(Removable):
             return self._run_whole(layer, inner, given)
         call, whole = assigned.call, WholeCall(way.modules, assigned.sequence.coarser, way.dims)
         call.crosses = way.crosses
-        call.is_differentiated = state.requires_grad or any(one.requires_grad for one in layer.parameters())
+        call.is_differentiated = state.requires_grad or any(parameter.requires_grad for parameter in layer.parameters())
         if way.modules:
             whole.note(given, local)
         with ExitStack() as stack:
@@ -305,6 +305,6 @@ class ContextParallel(Removable):
             return x.full() if self._assignment.holds(x) else x
 
         args, kwargs = tuple(map(full, given.args)), {name: full(value) for name, value in given.kwargs.items()}
-        alone = self._modules.inside() if self._ways.mixes(layer) else nullcontext()
-        with alone:
+        unsharded = self._modules.inside() if self._ways.mixes(layer) else nullcontext()
+        with unsharded:
             return inner(*args, **kwargs)

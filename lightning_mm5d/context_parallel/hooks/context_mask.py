@@ -210,8 +210,8 @@ def multimodal_mask(
 
 
 _OF_SHAPE = {
-    getattr(found, "__get__", found)
-    for found in (
+    getattr(attribute, "__get__", attribute)
+    for attribute in (
         *(Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad, Tensor.is_leaf, Tensor.layout),
         *(Tensor.grad_fn, Tensor.is_cuda, Tensor.is_meta),
     )
@@ -234,23 +234,23 @@ class StepMasks:
     def __init__(self, refusal: Refusal, caches: Caches, active: Callable[[], Any] = lambda: None) -> None:
         self._refusal, self._caches, self._active = refusal, caches, active
         self._made_in: Callable[[], Any] = lambda: None
-        self._made: list[Mask] = []
+        self._masks: list[Mask] = []
         self._layers: dict[int, int] = {}  # how many layers of all steps took the first mask of a step, the second ...
         self._ran = False
         self._recent = Cache(4)  # masks may be dense
 
     def clear(self) -> None:
         """Drop the masks."""
-        self._made = []
+        self._masks = []
         self._recent.clear()
 
     def take(self) -> Any:
         """Return what belongs to the microbatch that is computed."""
-        return self._made_in, self._made, self._ran
+        return self._made_in, self._masks, self._ran
 
     def put(self, state: Any) -> None:
         """Go on with the microbatch that `take` returned `state` of."""
-        self._made_in, self._made, self._ran = state
+        self._made_in, self._masks, self._ran = state
 
     def note(self, mask: Mask) -> None:
         """Remember a mask that the model made; the first one of a run, and after layers ran, begins a new step.
@@ -259,9 +259,9 @@ class StepMasks:
         """
         now = self._active()
         if self._ran or now is not self._made_in():
-            self._made, self._ran = [], False
+            self._masks, self._ran = [], False
             self._made_in = (lambda: None) if now is None else weakref.ref(now)
-        self._made = [*self._made, mask]
+        self._masks = [*self._masks, mask]
 
     def work(self, size: int, block: int) -> Tensor:
         """What the queries of each block of a sequence cost all layers: int64 ``[ceil(S / block)]``.
@@ -272,12 +272,12 @@ class StepMasks:
             size: tokens of the sequence, S.
             block: tokens of a block.
         """
-        fitting = [index for index, mask in enumerate(self._made) if mask.q_length == mask.k_length == size]
+        fitting = [index for index, mask in enumerate(self._masks) if mask.q_length == mask.k_length == size]
         if not fitting:
             return torch.ones(-(-size // block), dtype=torch.int64)
         counts = [max(1, self._layers.get(index, 0)) for index in fitting]
         unit = math.gcd(*counts)  # so that the same masks weigh the same in every step
-        works = [self._made[index].work(block).cpu() for index in fitting]
+        works = [self._masks[index].work(block).cpu() for index in fitting]
         return torch.stack([work * (count // unit) for work, count in zip(works, counts, strict=True)]).sum(0)
 
     def of(
@@ -304,7 +304,7 @@ class StepMasks:
         """
         self._ran = True
         if isinstance(given, ContextMask):
-            for index, mask in enumerate(self._made):
+            for index, mask in enumerate(self._masks):
                 if mask is given.mask:
                     self._layers[index] = self._layers.get(index, 0) + 1
             given.mask.caches = self._caches  # a user's own mask was made without a session

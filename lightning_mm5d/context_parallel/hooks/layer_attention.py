@@ -72,8 +72,8 @@ def name_attention(config: Any, name: str | None) -> None:
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
     """Return the pair of functions that packs and unpacks what autograd saves now; None where nothing does."""
-    found = private(torch._C._autograd, "_top_saved_tensors_default_hooks")(True)
-    return cast("tuple[Any, Any] | None", found)
+    hooks = private(torch._C._autograd, "_top_saved_tensors_default_hooks")(True)
+    return cast("tuple[Any, Any] | None", hooks)
 
 
 class TorchAttention(TorchFunctionMode):
@@ -326,9 +326,9 @@ class Attention:
             out = local_attention(query, key, value, mask, None, None, **options)
         else:
             self._check_lengths(query, key, mask, split, crosses)
-            own = split.indices(self._groups.whole.index, mask.device)
+            tokens = split.indices(self._groups.whole.index, mask.device)
             if crosses or self._stays(split, bounds):
-                out = local_attention(query, key, value, mask, own, None if crosses else own, **options)
+                out = local_attention(query, key, value, mask, tokens, None if crosses else tokens, **options)
             else:
                 out = context_attention(query, key, value, mask, split, self._groups, mode=self._mode, **options)
         return out.transpose(1, 2).contiguous(), None
@@ -344,15 +344,15 @@ class Attention:
             if run is not None:
                 self._noted.setdefault(run, {}).setdefault(place, set()).add(turn)
             return turn
-        found = self._noted_now().get(place, set()) if self.is_replaying else set()
-        if len(found) > 1:
+        turns = self._noted_now().get(place, set()) if self.is_replaying else set()
+        if len(turns) > 1:
             rule = (
                 "A step calls layers several times that are computed again for their backward, each time with another "
                 "split, and their backward cannot tell which split it was"
             )
             fix = "Use 'zigzag', or no activation checkpointing"
             raise ConfigError(f"modalities.{self._name}.context.cp_distribution", "makespan_min", rule, fix)
-        return next(iter(found), _Turn(None, False))
+        return next(iter(turns), _Turn(None, False))
 
     def _noted_now(self) -> dict[_Place, set[_Turn]]:
         """The attentions of the run that is under way."""
@@ -368,9 +368,9 @@ class Attention:
         return self._recent.get(split, lambda: cuts <= {*self._host.of(bounds).tolist()}, (bounds,))
 
     def _check_lengths(self, query: Tensor, key: Tensor, mask: Mask, split: TokenSplit, crosses: bool) -> None:
-        queries, keys, own = query.shape[2], key.shape[2], split.lengths[self._groups.whole.index]
-        if queries != own:
-            raise self._refusal("queries", queries, f"The hidden state has {own} tokens on this rank")
+        queries, keys, length = query.shape[2], key.shape[2], split.lengths[self._groups.whole.index]
+        if queries != length:
+            raise self._refusal("queries", queries, f"The hidden state has {length} tokens on this rank")
         if not crosses and keys != queries:
             rule = f"Keys of {queries} tokens are here, and no cache of others"
             raise self._refusal("past_key_values", keys, rule)
@@ -413,10 +413,10 @@ class Interface:
         self._attention: list[tuple[Attention, set[int]]] = []
         self._adds: set[int] = set()  # configs whose own attention adds its masks
         self._named: dict[int, tuple[Any, str | None]] = {}  # configs by their id, and the attention of their own
-        own = weakref.ref(self)
+        reference = weakref.ref(self)
         for name in (_NAME, _PACKED):
-            AttentionInterface.register(name, partial(_attend, own))
-            AttentionMaskInterface.register(name, partial(_make_mask, own))
+            AttentionInterface.register(name, partial(_attend, reference))
+            AttentionMaskInterface.register(name, partial(_make_mask, reference))
 
     def add(self, attention: Attention, configs: Iterable[Any], packed: bool) -> None:
         """Let layers compute with an attention.
@@ -426,13 +426,13 @@ class Interface:
             configs: those that its modules and their masks read.
             packed: whether its layers take the boundaries of packed sequences.
         """
-        found = list(configs)
-        self._attention.append((attention, {id(config) for config in found}))
-        for config in found:
-            own = attention_name(config)
-            if own == "eager":
+        config_list = list(configs)
+        self._attention.append((attention, {id(config) for config in config_list}))
+        for config in config_list:
+            original = attention_name(config)
+            if original == "eager":
                 self._adds.add(id(config))
-            self._named.setdefault(id(config), (config, own))
+            self._named.setdefault(id(config), (config, original))
             _name(config, _PACKED if packed else _NAME)
 
     def remove(self) -> None:
@@ -457,12 +457,12 @@ class Interface:
     @contextmanager
     def left_alone(self, attention: Attention) -> Iterator[None]:
         """Let the modules of `attention` attend as without context parallelism meanwhile."""
-        configs = next(ids for one, ids in self._attention if one is attention)
+        configs = next(ids for candidate, ids in self._attention if candidate is attention)
         changed = [
-            (config, own, attention_name(config)) for key, (config, own) in self._named.items() if key in configs
+            (config, plain, attention_name(config)) for key, (config, plain) in self._named.items() if key in configs
         ]
-        for config, own, _ in changed:
-            _name(config, own)
+        for config, plain, _ in changed:
+            _name(config, plain)
         try:
             with attention.off():
                 yield
@@ -472,10 +472,10 @@ class Interface:
 
     def attend(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Attend as the modality of `module` does; the arguments are those of `Attention.attend`."""
-        known = [attention for attention, _ in self._attention]
-        of = next((one for one in known if one.knows(module)), None)
-        of = of or next((one for one in known if one.claims(module)), known[0])
-        return of.attend(module, *args, **kwargs)
+        attentions = [attention for attention, _ in self._attention]
+        chosen = next((attention for attention in attentions if attention.knows(module)), None)
+        chosen = chosen or next((attention for attention in attentions if attention.claims(module)), attentions[0])
+        return chosen.attend(module, *args, **kwargs)
 
     @torch.compiler.disable
     def make_mask(
@@ -494,9 +494,9 @@ class Interface:
     ) -> ContextMask:
         """Make a mask and note it for the modalities that read `config`; the arguments are those of ``sdpa_mask``."""
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-        own = self._named.get(id(config), (None, None))[1]
+        original = self._named.get(id(config), (None, None))[1]
         # as `sdpa_mask` and `flash_attention_mask` do where nothing is padded
-        skips = kwargs.get("allow_is_causal_skip", True) and own not in ("eager", "flex_attention")
+        skips = kwargs.get("allow_is_causal_skip", True) and original not in ("eager", "flex_attention")
         skips = skips and mask_function is causal_mask_function and q_length == kv_length
         if padding is not None:
             mask_function = and_masks(mask_function, padding_mask_function(padding))
@@ -507,24 +507,24 @@ class Interface:
         for attention, configs in self._attention:
             if id(config) in configs:
                 attention.masks.note(mask)
-        found = ContextMask.of(mask, dtype if id(config) in self._adds else torch.bool)
+        context_mask = ContextMask.of(mask, dtype if id(config) in self._adds else torch.bool)
         if skips:
-            found.is_left_out = cache(partial(_has_no_padding, padding))  # for a device the host waits once
-        return found
+            context_mask.is_left_out = cache(partial(_has_no_padding, padding))  # for a device the host waits once
+        return context_mask
 
 
 def _has_no_padding(padding: Tensor | None) -> bool:
     return padding is None or bool(padding.all())
 
 
-def _attend(own: Callable[[], Interface | None], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    interface = own()
+def _attend(reference: Callable[[], Interface | None], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    interface = reference()
     assert interface is not None, "the session of this attention is closed"
     return interface.attend(*args, **kwargs)
 
 
-def _make_mask(own: Callable[[], Interface | None], *args: Any, **kwargs: Any) -> ContextMask:
-    interface = own()
+def _make_mask(reference: Callable[[], Interface | None], *args: Any, **kwargs: Any) -> ContextMask:
+    interface = reference()
     assert interface is not None, "the session of this mask is closed"
     return interface.make_mask(*args, **kwargs)
 
@@ -533,11 +533,11 @@ def _name(config: Any, name: str | None) -> None:
     """Choose an attention for `config` alone; transformers sets its parts as well."""
     parts = [(part, attention_name(part)) for part in _parts(config)]
     name_attention(config, name)
-    for part, own in parts:
-        name_attention(part, own)
+    for part, original in parts:
+        name_attention(part, original)
 
 
 def _parts(config: Any) -> list[Any]:
     """The configs that a config sets together with itself."""
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
-    return [one for part in parts if part is not None for one in (part, *_parts(part))]
+    return [nested for part in parts if part is not None for nested in (part, *_parts(part))]

@@ -58,10 +58,10 @@ class Arguments(NamedTuple):
 def names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of the positional arguments of a bound forward."""
     try:
-        found = inspect.signature(forward).parameters.values()
+        parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):
         return ()
-    return tuple(one.name for one in found if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD))
+    return tuple(arg.name for arg in parameters if arg.kind in (arg.POSITIONAL_ONLY, arg.POSITIONAL_OR_KEYWORD))
 
 
 def token_dim(name: str, x: Tensor, size: int) -> int | None:
@@ -102,8 +102,8 @@ def replaced(
     """
 
     def walk(name: str, value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and any(isinstance(one, (Tensor, list, tuple)) for one in value):
-            parts = [walk(name, one) for one in value]
+        if isinstance(value, (list, tuple)) and any(isinstance(entry, (Tensor, list, tuple)) for entry in value):
+            parts = [walk(name, entry) for entry in value]
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         return change(name, value)
 
@@ -132,8 +132,8 @@ class Ranks:
     @property
     def groups(self) -> list[TensorGroup]:
         """All groups in which sharded layers communicate."""
-        found = (self.context.whole, self.context.inner, self.context.outer, self.sharing, self.tensor)
-        return [group for group in found if group is not None]
+        groups = (self.context.whole, self.context.inner, self.context.outer, self.sharing, self.tensor)
+        return [group for group in groups if group is not None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,11 +233,11 @@ class Assignment:
         return split if min(split.lengths) else distribute("uniform", size, degree, work, self._splits)
 
     def _sequence(self, split: TokenSplit, holders: Holders) -> ShardedSequence:
-        found = self._sequences.get(split)
-        if found is None:
-            known = self._splits.get(split, lambda: split)  # one object for equal splits, with what was made of it
-            found = self._sequences[split] = ShardedSequence(known, holders)
-        return found
+        sequence = self._sequences.get(split)
+        if sequence is None:
+            equal = self._splits.get(split, lambda: split)  # one object for equal splits, with what was made of it
+            sequence = self._sequences[split] = ShardedSequence(equal, holders)
+        return sequence
 
 
 def _assigned(sequence: ShardedSequence, dim: int) -> Assigned:
@@ -311,9 +311,9 @@ def sharded_by_tokens(x: Tensor, sequence: ShardedSequence, batch: int) -> Tenso
 
 
 def _sharded(name: str, key: str, x: Tensor, sequence: ShardedSequence, batch: int) -> Tensor:
-    found, length = sharded_by_tokens(x, sequence, batch), sequence.lengths[sequence.index]
-    if found is not None:
-        return found
+    sharded, length = sharded_by_tokens(x, sequence, batch), sequence.lengths[sequence.index]
+    if sharded is not None:
+        return sharded
     rule = f"It is recorded inside of a layer that has {length} tokens of each of {batch} sequences here"
     fix = f"Do not ask for {key}, or use cp_size=1"
     raise ConfigError(f"modalities.{name}.cp_size", f"{key} of shape {list(x.shape)}", rule, fix)
@@ -407,8 +407,8 @@ def sharded_result(result: Any, assigned: Assigned, name: str, is_whole: Callabl
     if isinstance(result, (tuple, list)) and result and isinstance(result[0], Tensor):
         batch = result[0].shape[0] if result[0].dim() > 2 else 1
         rest = (
-            one if isinstance(one, Tensor) and is_whole(one) else _sharded_beside(one, assigned, batch, name)
-            for one in result[1:]
+            extra if isinstance(extra, Tensor) and is_whole(extra) else _sharded_beside(extra, assigned, batch, name)
+            for extra in result[1:]
         )
         parts = (sharded_result(result[0], assigned, name, is_whole), *rest)
         return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
@@ -421,17 +421,17 @@ def _sharded_beside(x: Any, assigned: Assigned, batch: int, name: str) -> Any:
         return x
     sequence = assigned.sequence.coarser
     if assigned.dim == -2:
-        found = sharded_by_tokens(x, sequence, batch)
+        sharded = sharded_by_tokens(x, sequence, batch)
     else:
-        found = sequence.wrapped(x, -x.dim()) if x.dim() and x.shape[0] == sequence.own_size else None
-    if found is None and x.requires_grad:
+        sharded = sequence.wrapped(x, -x.dim()) if x.dim() and x.shape[0] == sequence.own_size else None
+    if sharded is None and x.requires_grad:
         rule = (
             "A layer returns, beside its hidden state, something made of this rank's tokens, of which all ranks "
             "would need to be asked"
         )
         fix = "Return it for each token, use another cp_mode than 'items', or cp_size=1"
         raise ConfigError(f"modalities.{name}.cp_size", f"a result of shape {list(x.shape)}", rule, fix)
-    return x if found is None else found
+    return x if sharded is None else sharded
 
 
 def _is_of(x: Any, sequence: Any) -> bool:

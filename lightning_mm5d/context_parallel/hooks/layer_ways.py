@@ -122,13 +122,13 @@ def probe(
                     whole.learn(lambda tokens, few=few: run(few[:tokens]), count)  # type: ignore[misc]
                 places = [*range(count)] if count <= 3 else [1, count // 2, count - 2]
                 together = run(few)
-                alone = [run(few[place : place + 1]) for place in places]
-                if all(one.is_own == together.is_own for one in alone):
+                singles = [run(few[place : place + 1]) for place in places]
+                if all(single.is_own == together.is_own for single in singles):
                     break  # else another sequence happens to be of this length
     except Exception as error:
-        said = f"{error.got}: {error.rule}" if isinstance(error, ConfigError) else error
-        raise MixingError(f"fails on some of its tokens ({said})") from error
-    _compare(layer, together.hidden, [one.hidden for one in alone], places, count, given.dim)
+        cause = f"{error.got}: {error.rule}" if isinstance(error, ConfigError) else error
+        raise MixingError(f"fails on some of its tokens ({cause})") from error
+    _compare(layer, together.hidden, [single.hidden for single in singles], places, count, given.dim)
     return tuple(not is_own for is_own in together.is_own)
 
 
@@ -162,24 +162,24 @@ def _run(given: LayerInput, attention: Attention, tokens: Tensor, size: int, who
         result = given.forward(*args, **kwargs)
     if any(queries != len(tokens) for queries, _ in call.seen):
         raise ValueError(f"its attention has {call.seen[0][0]} queries for {len(tokens)} tokens")
-    found: Tensor = result[0] if isinstance(result, (tuple, list)) else result
+    hidden: Tensor = result[0] if isinstance(result, (tuple, list)) else result
     is_own = [queries == keys for queries, keys in call.seen]
-    return _Result(found.full() if isinstance(found, Sharded) else found, is_own)
+    return _Result(hidden.full() if isinstance(hidden, Sharded) else hidden, is_own)
 
 
 def _entry_of(entry: Any, tokens: Tensor, size: int) -> Any:
     """Some tokens of an entry of a dict that layers share."""
     if isinstance(entry, (list, tuple)):
-        return type(entry)(_entry_of(one, tokens, size) for one in entry)
+        return type(entry)(_entry_of(part, tokens, size) for part in entry)
     fits = isinstance(entry, Tensor) and entry.dim() > 2 and entry.shape[-2] == size
     return entry.index_select(-2, tokens) if fits else entry
 
 
 def _compare(
-    layer: nn.Module, together: Tensor, alone: Sequence[Tensor], places: Sequence[int], count: int, dim: int
+    layer: nn.Module, together: Tensor, singles: Sequence[Tensor], places: Sequence[int], count: int, dim: int
 ) -> None:
     """Raise `MixingError` where results of single tokens differ from those of `count` tokens."""
-    single = torch.cat([*alone], dim)
+    single = torch.cat([*singles], dim)
     if together.shape[dim] != count or single.shape[dim] != len(places):
         raise MixingError(f"returns {together.shape[dim]} tokens for {count}")
     same = together.index_select(dim, torch.tensor(places, device=together.device))
@@ -195,10 +195,10 @@ def _compare(
 def _put_back(layer: nn.Module) -> Iterator[None]:
     """Enter around runs in eval mode, after which attributes and buffers of the layer are what they were."""
     before = [(held, {**held}) for part in layer.modules() for held in (vars(part), part._buffers)]
-    public = [one for part in layer.modules() for name, one in vars(part).items() if not name.startswith("_")]
+    public = [value for part in layer.modules() for name, value in vars(part).items() if not name.startswith("_")]
     inside = [(value, copy(value)) for value in public if type(value) in (list, dict, set)]
     tensors = [value for value in (*public, *layer.buffers()) if type(value) is Tensor and not value.is_inference()]
-    kept = [(value, value._version, value.detach().clone()) for value in tensors]
+    copies = [(value, value._version, value.detach().clone()) for value in tensors]
     layer.eval()
     try:
         yield
@@ -209,7 +209,7 @@ def _put_back(layer: nn.Module) -> Iterator[None]:
         for container, items in inside:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(items)
-        for tensor, version, value in kept:
+        for tensor, version, value in copies:
             if tensor._version != version:
                 tensor.detach().copy_(value)
 
@@ -287,7 +287,7 @@ class LayerWays:
         key = (id(layer), given.dim, given.argument_names)
         if key in self._known:
             return self._known[key]
-        if given.dim != -2 and layer.training and any(isinstance(one, BATCH_NORMS) for one in layer.modules()):
+        if given.dim != -2 and layer.training and any(isinstance(module, BATCH_NORMS) for module in layer.modules()):
             return None  # items of all ranks are normalised together
         if self._attention.is_silent:
             return None if self.mixes(layer) else Way()
@@ -296,14 +296,14 @@ class LayerWays:
         while not self.is_whole(layer):
             try:  # it changes modules meanwhile, which no other microbatch may see
                 with nothing(), unseen(), in_one_piece(self._ranks.groups), torch.compiler.set_stance("force_eager"):
-                    found = self._probed(layer, given, assigned)
+                    way = self._probed(layer, given, assigned)
             except MixingError as error:
-                found, why = None, str(error)
+                way, why = None, str(error)
             # all ranks take the same way: a rank with another one would wait for the others
-            if not self._ranks.sharing.max(torch.tensor(float(found is None), device=self._device)):
-                self._known[key] = found
-                return found
-            self._raise(layer, why if found is None else "mixes tokens on another rank")
+            if not self._ranks.sharing.max(torch.tensor(float(way is None), device=self._device)):
+                self._known[key] = way
+                return way
+            self._raise(layer, why if way is None else "mixes tokens on another rank")
         self._known[key] = None
         return None
 
@@ -330,10 +330,10 @@ class LayerWays:
 
     def _raise(self, layer: nn.Module, why: str) -> None:
         """Let more of a layer work on whole sequences."""
-        before, own = self._paths(layer), self._levels
-        own[id(layer)] += 1
-        if own[id(layer)] == _ALL_ATTENTION and self._paths(layer) == before:
-            own[id(layer)] = _WHOLE
+        before, levels = self._paths(layer), self._levels
+        levels[id(layer)] += 1
+        if levels[id(layer)] == _ALL_ATTENTION and self._paths(layer) == before:
+            levels[id(layer)] = _WHOLE
         if self.is_whole(layer):
             self._refuse_joined(layer)
             self._warn(layer, why)

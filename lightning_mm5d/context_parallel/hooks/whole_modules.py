@@ -108,22 +108,22 @@ class Reader:
     def mixers(self, layer: nn.Module) -> Mixers:
         """Return the modules of a layer that mix tokens, as far as code shows; none inside of one that is whole."""
         attends = [path for path, part in layer.named_modules() if (self._every(part) or _NONE) & _KNOWN]
-        found = {path: self._why(part, path in attends) for path, part in layer.named_modules()}
-        whole = _outermost({path: why for path, why in found.items() if why is not None})
+        reasons = {path: self._why(part, path in attends) for path, part in layer.named_modules()}
+        whole = _outermost({path: why for path, why in reasons.items() if why is not None})
         if not attends and not whole:
             products = [path for path, part in layer.named_modules() if self._multiplies(part)]
             whole = _outermost(dict.fromkeys(products, "multiplies queries and keys by itself"))
         if not attends and not whole:
             whole = {"": "has no attention that is known"}
-        attends = [path for path in attends if not any(_is_in(path, one) for one in whole)]
+        attends = [path for path in attends if not any(_is_in(path, outer) for outer in whole)]
         likely = [path for path, part in layer.named_modules() if path in attends or self._multiplies(part)]
         return Mixers(whole, attends, likely)
 
     def _why(self, part: nn.Module, attends: bool) -> str | None:
         """Why a module runs on whole sequences, if it does."""
         names = self._of(type(part))[1]
-        bias = next((found for found in sorted(names) if found.startswith(_BIASES)), None)
-        mixes = next((found for found in _MIXES if found in names), None)
+        bias = next((name for name in sorted(names) if name.startswith(_BIASES)), None)
+        mixes = next((name for name in _MIXES if name in names), None)
         if self._every(part) is None:
             return "has code without source"
         if attends and bias is not None:
@@ -147,8 +147,8 @@ class Reader:
         return self._read[cls]
 
 
-def _outermost(found: dict[str, str]) -> dict[str, str]:
-    return {path: why for path, why in found.items() if not any(one != path and _is_in(path, one) for one in found)}
+def _outermost(whole: dict[str, str]) -> dict[str, str]:
+    return {path: why for path, why in whole.items() if not any(base != path and _is_in(path, base) for base in whole)}
 
 
 def _is_in(path: str, other: str) -> bool:
@@ -177,8 +177,8 @@ def _scales_by_position(module: nn.Module) -> bool:
 
 def takes_products(modules: Iterable[nn.Module]) -> bool:
     """Whether code of `modules` calls torch's attention by itself."""
-    found = (class_names(cls) or frozenset() for cls in {type(module) for module in modules})
-    return any(_PRODUCT in names and _INTERFACE not in names for names in found)
+    by_class = (class_names(cls) or frozenset() for cls in {type(module) for module in modules})
+    return any(_PRODUCT in names and _INTERFACE not in names for names in by_class)
 
 
 Dims = tuple[int | None, ...]  # for each argument, the dim that counts tokens
@@ -226,14 +226,14 @@ class WholeCall:
 
     def is_whole(self, x: Tensor) -> bool:
         """Whether `x` is a result that counts no tokens, and is the same on all ranks."""
-        return any(x is one for one in self.results)
+        return any(x is result for result in self.results)
 
     def note(self, given: Any, local: Any) -> None:
         """Remember the whole arguments `given` of the layer of which `local` are this rank's."""
-        for whole, own in zip(tree_flatten(given)[0], tree_flatten(local)[0], strict=True):
-            both = isinstance(whole, Tensor) and isinstance(own, Tensor) and own is not whole
-            if both and not whole.requires_grad and not isinstance(whole, Sharded):
-                self.known[id(own)] = own, whole
+        for whole, shard in zip(tree_flatten(given)[0], tree_flatten(local)[0], strict=True):
+            is_sharded = isinstance(whole, Tensor) and isinstance(shard, Tensor) and shard is not whole
+            if is_sharded and not whole.requires_grad and not isinstance(whole, Sharded):
+                self.known[id(shard)] = shard, whole
 
 
 class WholeModules:
@@ -285,10 +285,10 @@ class WholeModules:
         if id(module) in self._patched:
             return None
         self._patched[id(module)] = module
-        own = vars(module).get("forward")
+        instance_forward = vars(module).get("forward")
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            inner = partial(type(module).forward, module) if own is None else own
+            inner = partial(type(module).forward, module) if instance_forward is None else instance_forward
             call = None if self._is_inside else self._call or self._earlier(module)
             if call is None or id(module) not in call.modules:
                 return inner(*args, **kwargs)
@@ -332,7 +332,7 @@ class WholeModules:
         with self.inside(), rows:
             result = inner(*args, **kwargs)
         place = _place(dims)
-        return self._own(result, call, whole[place], dims[place])  # type: ignore[arg-type]
+        return self._local_result(result, call, whole[place], dims[place])  # type: ignore[arg-type]
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -340,11 +340,11 @@ class WholeModules:
         with meanwhile(self, _is_inside=True), self._plainly():
             yield
 
-    def _own(self, result: Any, call: WholeCall, like: Tensor, dim: int) -> Any:
+    def _local_result(self, result: Any, call: WholeCall, like: Tensor, dim: int) -> Any:
         """This rank's tokens of a result."""
         sequence = call.sequence
 
-        def own(x: Any) -> Any:
+        def local_leaf(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
             if not _counts_tokens(x, like, dim):
@@ -354,7 +354,7 @@ class WholeModules:
             return local.clone() if is_view(local) else local
 
         leaves, form = tree_flatten(result)
-        return tree_unflatten([own(x) for x in leaves], form)
+        return tree_unflatten([local_leaf(x) for x in leaves], form)
 
     # --- in a probe ---
 
@@ -367,15 +367,15 @@ class WholeModules:
         place = _place(dims)
         dim: int = dims[place]  # type: ignore[assignment]
         few = leaves[place]
-        others = [one for one in range(few.dim()) if one not in (0, dim)]
-        alone = (few.double().mean(others, keepdim=True) if others else few.double()).tanh()
+        axes = [axis for axis in range(few.dim()) if axis not in (0, dim)]
+        token_values = (few.double().mean(axes, keepdim=True) if axes else few.double()).tanh()
 
         def small(x: Any) -> Any:
             if not isinstance(x, Tensor) or not _counts_tokens(x, like, dim):
                 return x
             shape = [*x.shape]
             shape[dim] = few.shape[dim]
-            return alone.to(x.dtype).expand(shape).contiguous()
+            return token_values.to(x.dtype).expand(shape).contiguous()
 
         results, shape_of = tree_flatten(result)
         return tree_unflatten([small(x) for x in results], shape_of)
@@ -392,7 +392,7 @@ class WholeModules:
             ValueError: its arguments or results do not show which dim counts tokens.
         """
         leaves = few.leaves
-        dims = tuple(_dim_of(one, other) for one, other in zip(leaves, single.leaves, strict=True))
+        dims = tuple(_dim_of(leaf, single_leaf) for leaf, single_leaf in zip(leaves, single.leaves, strict=True))
         if all(dim is None for dim in dims):
             raise ValueError("a module that mixes tokens is given something that does not count them")
         place = _place(dims)
@@ -478,13 +478,13 @@ def _gathered(x: Tensor, dim: int, call: WholeCall) -> Tensor:
 
 def _longer(x: Tensor, dim: int, numbers: Tensor) -> Tensor:
     """Tokens `numbers` of `x`, which differ a little where they are repeated."""
-    found = x.index_select(dim, numbers.to(x.device))
-    if not found.is_floating_point():
-        return found
+    tokens = x.index_select(dim, numbers.to(x.device))
+    if not tokens.is_floating_point():
+        return tokens
     shape = [1] * x.dim()
     shape[dim] = -1
     factor = 1 + 0.3 * torch.arange(len(numbers), device=x.device, dtype=torch.float32).sin()
-    return found * factor.to(x.dtype).view(shape)
+    return tokens * factor.to(x.dtype).view(shape)
 
 
 def _is_close(a: Any, b: Any, sequence: ShardedSequence, like: Tensor, dim: int) -> bool:
@@ -510,10 +510,10 @@ def _dim_of(few: Any, single: Any) -> int | None:
     """The dim of an argument that counts tokens, given it of some tokens and of one; None where it has none."""
     if not isinstance(few, Tensor) or not isinstance(single, Tensor) or few.dim() != single.dim():
         return None
-    found = [dim for dim, size in enumerate(few.shape) if size != single.shape[dim]]
-    if len(found) > 1:
+    dims = [dim for dim, size in enumerate(few.shape) if size != single.shape[dim]]
+    if len(dims) > 1:
         raise ValueError("an argument of a module has several dims of tokens")
-    return found[0] if found else None
+    return dims[0] if dims else None
 
 
 class OwnRows(TorchFunctionMode):
@@ -546,10 +546,10 @@ class OwnRows(TorchFunctionMode):
         # ranks draw equally many numbers for equal dropout, which rows of their own would not
         if query.shape[-2] != split.size or not has_rows or dropout_p:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        own = split.indices(self._sequence.index, query.device)
+        tokens = split.indices(self._sequence.index, query.device)
         if is_causal:
-            attn_mask = own[:, None] >= torch.arange(key.shape[-2], device=query.device)
+            attn_mask = tokens[:, None] >= torch.arange(key.shape[-2], device=query.device)
         elif attn_mask is not None and attn_mask.dim() > 1 and attn_mask.shape[-2] > 1:
-            attn_mask = attn_mask.index_select(-2, own)
-        rows = F.scaled_dot_product_attention(query.index_select(-2, own), key, value, attn_mask, **options)
-        return rows.new_zeros(*rows.shape[:-2], split.size, rows.shape[-1]).index_copy(-2, own, rows)
+            attn_mask = attn_mask.index_select(-2, tokens)
+        rows = F.scaled_dot_product_attention(query.index_select(-2, tokens), key, value, attn_mask, **options)
+        return rows.new_zeros(*rows.shape[:-2], split.size, rows.shape[-1]).index_copy(-2, tokens, rows)

@@ -75,10 +75,10 @@ class Blocks:
     def mask(self, tiles: Tiles) -> BlockMask:
         """Return the blocks of `tiles`, which this was made from, for padded queries and keys."""
         if self._mask is None:
-            self._mask = self._made(tiles)
+            self._mask = self._block_mask(tiles)
         return self._mask
 
-    def _made(self, tiles: Tiles) -> BlockMask:
+    def _block_mask(self, tiles: Tiles) -> BlockMask:
         shape = (tiles.rows, self.q_length // TILE, self.k_length // TILE)
         kinds = torch.full(shape, EMPTY, dtype=torch.int8)
         kinds[:, : tiles.kinds.shape[1], : tiles.kinds.shape[2]] = tiles.kinds

@@ -227,8 +227,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scoring: Scoring) -> t
             for span in band.spans:
                 bias = rows.bias(tiles, row, band.at, span.at, q) if span.is_mixed else None
                 at = (batch, slice(None), span.at)
-                one = call.forward(q[here], k[at], v[at], bias)
-                part = one if part is None else merge(*part, *one)
+                attended = call.forward(q[here], k[at], v[at], bias)
+                part = attended if part is None else merge(*part, *attended)
             assert part is not None, "a band meets something"
             out[here], lse[here] = part
     return out[..., :value_width].to(dtype), lse

@@ -52,11 +52,11 @@ class Cache:
 
     def __init__(self, entries: int | None = None, nbytes: int | None = None) -> None:
         self._entries, self._nbytes = entries, nbytes
-        self._kept: OrderedDict[Hashable, tuple[Any, tuple[Tensor | None, ...]]] = OrderedDict()
+        self._results: OrderedDict[Hashable, tuple[Any, tuple[Tensor | None, ...]]] = OrderedDict()
         self._lock = RLock()  # a backward may run in another thread
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._results)
 
     def get(self, key: Hashable, make: Callable[[], T], tensors: tuple[Tensor | None, ...] = ()) -> T:
         """Return the result of `make` with this key, made at the first call.
@@ -70,30 +70,30 @@ class Cache:
         versions = tuple((id(x), 0 if x is None else version_of(x)) for x in tensors)
         place = (key, versions, torch.is_inference_mode_enabled())
         with self._lock:
-            found = self._kept.get(place)
-            if found is None:
+            stored = self._results.get(place)
+            if stored is None:
                 with unseen():  # a layer that is computed again finds it here
-                    found = self._kept[place] = make(), tensors
+                    stored = self._results[place] = make(), tensors
                 self._trim()
             else:
-                self._kept.move_to_end(place)
-        return found[0]
+                self._results.move_to_end(place)
+        return stored[0]
 
     def clear(self) -> None:
         """Drop all results."""
         with self._lock:
-            self._kept.clear()
+            self._results.clear()
 
     def _trim(self) -> None:
-        while self._entries is not None and len(self._kept) > self._entries:
-            self._kept.popitem(last=False)
+        while self._entries is not None and len(self._results) > self._entries:
+            self._results.popitem(last=False)
         if self._nbytes is not None:
-            sizes = [result.nbytes for result, _ in self._kept.values()]
+            sizes = [result.nbytes for result, _ in self._results.values()]
             held = sum(sizes)
             for size in sizes[:-1]:
                 if held <= self._nbytes:
                     break
-                self._kept.popitem(last=False)
+                self._results.popitem(last=False)
                 held -= size
 
 
@@ -161,7 +161,7 @@ class Tiles:
         self, condition: Condition, q: Tensor, k: Tensor, *, device: torch.device | str, caches: Caches
     ) -> None:
         self.caches = caches
-        self._kept: dict[Hashable, Any] = {}
+        self._memo: dict[Hashable, Any] = {}
         self.rows = condition.rows()
         self.q_length, self.k_length = len(q), len(k)
         self._device = torch.device(device)
@@ -173,19 +173,19 @@ class Tiles:
         self._partial = [np.flatnonzero(kinds.numpy() == PARTIAL) for kinds in self.kinds]
         self._which = [np.full(len(partial), -1, dtype=np.int32) for partial in self._partial]
         self._masks: list[Tensor] = []
-        self._found: dict[bytes, int] = {}
+        self._mask_numbers: dict[bytes, int] = {}
 
     def kept(self, name: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` made of these tiles the first time, for as long as they live."""
-        if name not in self._kept:
-            self._kept[name] = make()
-        return self._kept[name]
+        if name not in self._memo:
+            self._memo[name] = make()
+        return self._memo[name]
 
     @property
     def nbytes(self) -> int:
         """Bytes that are held, about."""
         values = 32 * (self.q_length + self.k_length) * self.rows
-        return self.kinds.nbytes + values + sum(12 * len(one) for one in self._partial) + len(self._masks) * TILE * TILE
+        return self.kinds.nbytes + values + sum(12 * len(row) for row in self._partial) + len(self._masks) * TILE * TILE
 
     def allowed(self, row: int, q: slice, k: slice) -> Tensor:
         """Return which pairs are allowed.
@@ -230,7 +230,7 @@ class Tiles:
         masks = self._judges[row].exact(at // self.kinds.shape[2], at % self.kinds.shape[2])
         packed = np.packbits(masks.flatten(1).numpy(), axis=1)
         for place, (mask, bits) in enumerate(zip(masks, packed, strict=True), first):
-            which = self._found.setdefault(bits.tobytes(), len(self._masks))
+            which = self._mask_numbers.setdefault(bits.tobytes(), len(self._masks))
             if which == len(self._masks):
                 self._masks.append(on_device(mask, self._device))
             self._which[row][place] = which
@@ -263,9 +263,9 @@ def _bands(judge: Judge, where: Where) -> Iterator[tuple[Tensor, Tensor, Tensor,
 
 def _exact(judge: Judge, i: Tensor, j: Tensor, is_open: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Tensor, Tensor]]:
     """Yield for the blocks that are open: their places in the band, their i, and their numbers of allowed pairs."""
-    found = is_open.nonzero()
+    places = is_open.nonzero()
     size = judge.where.q.seen.shape[1]
-    for at in found.split(max(1, AT_ONCE // size**2)) if len(found) else ():
+    for at in places.split(max(1, AT_ONCE // size**2)) if len(places) else ():
         place = tuple(at.unbind(1))
         at_i, at_j = (index.expand(is_open.shape)[place] for index in (i, j))
         yield place, at_i, _population(judge.exact(at_i, at_j))
@@ -349,7 +349,7 @@ class Mask:
         self.function, self.batch, self.q_length, self.k_length = function, batch, q_length, k_length
         self.device = torch.device(device)
         self.caches = Caches() if caches is None else caches
-        self._own, self._shards = Cache(SHARDS), Cache(SHARDS)
+        self._unkeyed, self._shards = Cache(SHARDS), Cache(SHARDS)
 
     @cached_property
     def rows(self) -> int:
@@ -392,11 +392,11 @@ class Mask:
             own_q, own_k = self.caches.host.of(q), self.caches.host.of(k)
             return Tiles(self._condition, own_q, own_k, device=self.device, caches=self.caches)
 
-        def found() -> Tiles:
-            digests = (_digest(self.caches.host.of(one)) for one in (q, k))
+        def remembered() -> Tiles:
+            digests = (_digest(self.caches.host.of(indices)) for indices in (q, k))
             return self._remembered(("tiles", str(self.device), *digests), make)
 
-        return self._shards.get("tiles", found, (q, k))  # by identity first: every layer asks for the same shards
+        return self._shards.get("tiles", remembered, (q, k))  # by identity first: every layer asks for the same shards
 
     def work(self, block: int = TILE) -> Tensor:
         """Return the number of allowed pairs of each block of queries, summed over the rows of the batch.
@@ -435,7 +435,7 @@ class Mask:
         return self.function(b, h, q, k).to(torch.bool).expand(size)[:, 0]
 
     def _remembered(self, what: tuple[Any, ...], make: Callable[[], T]) -> T:
-        return (self._own if self.key is None else self.caches.masks).get((self.key, *what), make)
+        return (self._unkeyed if self.key is None else self.caches.masks).get((self.key, *what), make)
 
 
 def _digest(index: Tensor) -> bytes:

@@ -197,8 +197,8 @@ def _compare_distance(how: str, x: Any, y: Any) -> Condition | None:
     if isinstance(y, Distance):
         return None
     inverse = Sum(-x.sum.q.values, -x.sum.k.values, x.sum.dtype)
-    one, other = _compare(how, x.sum, y), _compare(how, inverse, y)
-    return None if one is None or other is None else every(one, other)
+    upper, lower = _compare(how, x.sum, y), _compare(how, inverse, y)
+    return None if upper is None or lower is None else every(upper, lower)
 
 
 def _shares(x: Any) -> tuple[Tensor, Tensor] | None:
@@ -288,10 +288,10 @@ class _Marked(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for argument in (*args, *kwargs.values()):
-            for one in argument if isinstance(argument, (tuple, list)) else (argument,):
-                if isinstance(one, _Marked):
+            for part in argument if isinstance(argument, (tuple, list)) else (argument,):
+                if isinstance(part, _Marked):
                     with torch._C.DisableTorchFunctionSubclass():
-                        return one.tracer.call(func, args, kwargs)
+                        return part.tracer.call(func, args, kwargs)
         raise Untraceable(f"{func}")
 
 
@@ -337,11 +337,11 @@ class _Tracer:
             return self._new(func, args, kwargs)
         values, keywords = self._read(args), self._read(kwargs)
         self._check_tables(name, values, keywords)
-        sides = {side for one in tree_leaves((values, keywords)) for side in _sides(one)}
+        sides = {side for leaf in tree_leaves((values, keywords)) for side in _sides(leaf)}
         if not {"q", "k"} <= sides:
             args, kwargs = tree_map_only(_Side, lambda side: side.tensor, (values, keywords))
             return self._mark(self._checked(_Side("".join(sides), func(*args, **kwargs))))
-        if any(isinstance(one, (_Side, Value)) for one in tree_leaves(keywords)):
+        if any(isinstance(leaf, (_Side, Value)) for leaf in tree_leaves(keywords)):
             raise Untraceable(f"{func} with a tensor as keyword")
         dtype = self._sample(name, func, values, keywords)
         result = None
@@ -350,7 +350,7 @@ class _Tracer:
             ordered = tree_map(self._leaf, values[::-1] if turned else values)
             result = combine(name[1:] if turned else name, dtype, ordered)
         if result is None:
-            call = Call(func, self._kept(values, name == "index"), keywords, dtype)
+            call = Call(func, self._as_parts(values, name == "index"), keywords, dtype)
             result = truth(call) if dtype == torch.bool else call
         return self._mark(result)
 
@@ -360,19 +360,19 @@ class _Tracer:
             table, at = values[0], values[1] if isinstance(values[1], tuple) else (values[1],)
             if isinstance(table, (_Side, Value)) or table.dim() != len(at):
                 raise Untraceable("tokens are picked, or a table is not indexed along all its dims")
-            for one in at:
-                if isinstance(one, bool) or not isinstance(one, (_Side, Value, Tensor, int)):
+            for index in at:
+                if isinstance(index, bool) or not isinstance(index, (_Side, Value, Tensor, int)):
                     raise Untraceable("an index that is not an integer")
-                if not isinstance(one, int) and self._dtype(one) in (torch.bool, torch.uint8, None):
-                    raise Untraceable(f"an index of {self._dtype(one)}")
+                if not isinstance(index, int) and self._dtype(index) in (torch.bool, torch.uint8, None):
+                    raise Untraceable(f"an index of {self._dtype(index)}")
         plain = tree_leaves((values[1:] if name == "index" else values, keywords))
-        if any(isinstance(one, Tensor) and one.numel() != 1 for one in plain):
+        if any(isinstance(leaf, Tensor) and leaf.numel() != 1 for leaf in plain):
             raise Untraceable("a tensor whose elements are not indexed")
 
     def _new(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """New tensors of one element, or of the shape of values of one side."""
         value = self._read(args[0])
-        if any(isinstance(one, _Marked) for one in (*args[1:], *kwargs.values())):
+        if any(isinstance(argument, _Marked) for argument in (*args[1:], *kwargs.values())):
             raise Untraceable("a new tensor of traced values")
         if isinstance(value, _Side):
             tensor = func(value.tensor, *args[1:], **kwargs)
@@ -387,23 +387,23 @@ class _Tracer:
     def _sample(self, name: str, func: Any, values: Any, keywords: dict[str, Any]) -> torch.dtype:
         """The dtype of a result, from one element."""
 
-        def one(value: Any) -> Any:
+        def sample(value: Any) -> Any:
             if isinstance(value, (_Side, Value)):
                 return torch.ones((1, 1, 1, 1), dtype=self._dtype(value), device=self._device)
             return value
 
         if name == "index":
             return cast(torch.dtype, values[0].dtype)
-        return cast(torch.dtype, func(*tree_map(one, values), **keywords).dtype)
+        return cast(torch.dtype, func(*tree_map(sample, values), **keywords).dtype)
 
     def _read(self, marked: Any) -> Any:
         """Return arguments with the values of marked tensors in their places."""
         if isinstance(marked, _Marked):
             return marked.value
         if isinstance(marked, (tuple, list)):
-            return tuple(self._read(one) for one in marked)
+            return tuple(self._read(part) for part in marked)
         if isinstance(marked, dict):
-            return {key: self._read(one) for key, one in marked.items()}
+            return {key: self._read(value) for key, value in marked.items()}
         if isinstance(marked, Tensor) and self._host is not None:
             return self._host.of(marked)
         return marked
@@ -437,7 +437,7 @@ class _Tracer:
             value.leaf = Leaf(side, flat.cpu().expand(-1, self._lengths[side]).contiguous())
         return value.leaf
 
-    def _kept(self, values: tuple[Any, ...], is_indexing: bool) -> tuple[Any, ...]:
+    def _as_parts(self, values: tuple[Any, ...], is_indexing: bool) -> tuple[Any, ...]:
         """Arguments as parts of a tree."""
 
         def keep(value: Any) -> Any:
