@@ -467,7 +467,7 @@ class MultimodalModel(PreTrainedModel, GenerationMixin):
         rest = {key: value for key, value in kwargs.items() if not self._is_taken(key)}
         inputs = {}
         for name, keys in self.encoder_inputs.items():
-            values = {field: kwargs[key] for field, key in keys.items() if kwargs.get(key) is not None}
+            values = {argument: kwargs[key] for argument, key in keys.items() if kwargs.get(key) is not None}
             if any(len(value) for value in values.values()):
                 inputs[name] = values
         return inputs, rest
