@@ -89,12 +89,12 @@ def bubble(graph: Graph, makespan: float) -> float:
 
 def over_published(schedule: str, times: Iterable[tuple[float, float, float]]) -> Iterator[float]:
     """Bubbles of chains without a head over those with the published idle time."""
-    for one, (ranks, microbatches) in product(times, SIZES):
-        forward, gradient, weight = one
+    for costs, (ranks, microbatches) in product(times, SIZES):
+        forward, gradient, weight = costs
         idle = (ranks - 1) * (forward / 2 if schedule == "zbv" else max(forward + gradient - weight, forward))
-        graph = chain(ranks, microbatches, one, 0.0, schedule)
+        graph = chain(ranks, microbatches, costs, 0.0, schedule)
         makespan = simulate(build(schedule, graph), graph).makespan
-        yield bubble(graph, makespan) / bubble(graph, microbatches * sum(one) + idle)
+        yield bubble(graph, makespan) / bubble(graph, microbatches * sum(costs) + idle)
 
 
 def over_bound(make: Make, schedule: str, placement: str, more: float = 1.0) -> Iterator[float]:

@@ -95,9 +95,9 @@ def seen(documents: list[Document]) -> Tensor:
 
 def mask_function(documents: list[Document]) -> MaskFunction:
     """The same as a function of indices."""
-    numbers = torch.arange(len(documents)).repeat_interleave(torch.tensor([sum(one) for one in documents]))
-    lengths = torch.tensor([length for one in documents for length in one])
-    is_item = torch.tensor([index % 2 > 0 for one in documents for index in range(len(one))])
+    numbers = torch.arange(len(documents)).repeat_interleave(torch.tensor([sum(document) for document in documents]))
+    lengths = torch.tensor([length for document in documents for length in document])
+    is_item = torch.tensor([index % 2 > 0 for document in documents for index in range(len(document))])
     items = (torch.arange(len(lengths)) * is_item).repeat_interleave(lengths)  # 0 for text, which comes first
 
     def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -137,8 +137,8 @@ def main() -> None:
             upto = [0, *keys.cumsum(0).tolist()]
             work = keys.view(-1, BLOCK).sum(1)
             if not seed:
-                finding, found = timed(work_of, mask_function(documents), size)
-                assert torch.equal(found, work), "the mask's function and its closed form differ"
+                finding, mask_work = timed(work_of, mask_function(documents), size)
+                assert torch.equal(mask_work, work), "the mask's function and its closed form differ"
             for way, split_up in WAYS.items():
                 seconds, split = timed(split_up, work.tolist(), size)
                 shares = [sum(upto[end] - upto[start] for start, end in part) for part in split.ranges]

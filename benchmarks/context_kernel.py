@@ -137,12 +137,12 @@ def times() -> None:
         for with_backward in (False, True):
             what = "forward and backward" if with_backward else "forward"
             arguments = (name, TOKENS, HEADS, with_backward)
-            mine, other = compare(partial(ours, *arguments), partial(theirs, *arguments))
-            for one, another in zip(mine.results[0], other.results[0], strict=True):
-                torch.testing.assert_close(torch.tensor(one), torch.tensor(another), rtol=1e-4, atol=1e-4)
+            tiled, dense = compare(partial(ours, *arguments), partial(theirs, *arguments))
+            for result, expected in zip(tiled.results[0], dense.results[0], strict=True):
+                torch.testing.assert_close(torch.tensor(result), torch.tensor(expected), rtol=1e-4, atol=1e-4)
             figure = f"{name}, {least:.3f} of the tiles: {what}, tiles / dense mask"
             aim = f"{least + 0.2:.3f}" if least < 1 else ""
-            fastest(figure, mine, other, aim)
+            fastest(figure, tiled, dense, aim)
 
 
 def new_masks() -> None:

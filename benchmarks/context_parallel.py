@@ -90,14 +90,14 @@ def train(turns: Turns, rank: int, strategy: Any, world: int) -> list[float]:
 def time() -> None:
     for mode in MODES:
         strategy = MultimodalStrategy({"language": Modality(cp_size=2, context={"cp_mode": mode})})
-        one, two = race(
+        single, pair = race(
             Side(1, partial(train, strategy="auto", world=1)),
             Side(2, partial(train, strategy=strategy, world=2)),
             STEPS,
         )
-        torch.testing.assert_close(torch.tensor(one.results[0]), torch.tensor(two.results[0]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.tensor(single.results[0]), torch.tensor(pair.results[0]), rtol=1e-4, atol=1e-4)
         figure = f"{TOKENS} tokens, documents with images: two ranks, {mode} / one process, dense mask"
-        row(figure, median_ratio(two, one), "", f"{milliseconds(two)} / {milliseconds(one)}")
+        row(figure, median_ratio(pair, single), "", f"{milliseconds(pair)} / {milliseconds(single)}")
 
 
 def kept(turns: Turns, rank: int, mode: Any, size: int, ranks: int) -> int:
@@ -110,16 +110,16 @@ def kept(turns: Turns, rank: int, mode: Any, size: int, ranks: int) -> int:
     _, _, document = documents(size)
     same = document[0]
     mask = Mask(lambda b, h, i, j: (i >= j) & (same[i] == same[j]), batch=1, q_length=size, k_length=size, device="cpu")
-    found: dict[int, int] = {}
+    storages: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
-        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         out = context_attention(q, k, v, mask, split, ContextGroups(whole=whole), mode=mode, scale=WIDTH**-0.5)
     out.sum().backward()
-    return sum(found.values())
+    return sum(storages.values())
 
 
 def memory() -> None:

@@ -143,13 +143,13 @@ class Held(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         state = trainer.optimizers[0].state
         self.rest = _storage_bytes(
-            [*module.experts, *(one for p in module.experts for one in state[p].values() if one.dim())]
+            [*module.experts, *(value for p in module.experts for value in state[p].values() if value.dim())]
         )
 
 
 def _storage_bytes(tensors: list[Any]) -> int:
     """Each storage once and as long as it is: a view keeps all of it alive."""
-    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def hold(size: Size, rank: int) -> tuple[int, int]:
@@ -213,9 +213,9 @@ def send(size: Size, rank: int) -> tuple[int, int, dict[str, int]]:
 
 def exchanges() -> None:
     for size in (FEW, MANY, UNEVEN):
-        found = run(Side(RANKS, lambda turns, rank, s=size: send(s, rank)))
-        sent, needed = (sum(one[which] for one in found) for which in (0, 1))
-        counts = ", ".join(f"{count / 2 / size.layers:g} {name}" for name, count in sorted(found[0][2].items()))
+        per_rank = run(Side(RANKS, lambda turns, rank, s=size: send(s, rank)))
+        sent, needed = (sum(amounts[which] for amounts in per_rank) for which in (0, 1))
+        counts = ", ".join(f"{count / 2 / size.layers:g} {name}" for name, count in sorted(per_rank[0][2].items()))
         measured = f"{sent / 2**20:.3f} / {needed / 2**20:.3f} MiB in 2 steps; {counts} a layer and step"
         row(f"{_name(size)}: bytes sent / bytes of rows that must move", sent / needed, "1.00", measured)
 

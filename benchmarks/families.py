@@ -45,13 +45,13 @@ def main() -> None:
     options = parser.parse_args()
     quiet()
     commit()
-    found = table.load()
+    results = table.load()
     start = time.monotonic()
     names = [] if options.page else options.family or list(families())
     columns = tuple(options.column or table.COLUMNS)
     wanted = {name: columns for name in names}
     if not (options.again or options.family or options.column):
-        wanted = {name: missing(found["families"].get(name, {}), columns) for name in names}
+        wanted = {name: missing(results["families"].get(name, {}), columns) for name in names}
     several = get_context("spawn")
     with ProcessPoolExecutor(options.workers, mp_context=several, initializer=quiet) as pool:
         begun: dict[Future[Any], str] = {
@@ -60,11 +60,11 @@ def main() -> None:
             if each
         }
         for task in as_completed(begun):
-            keep(found, begun[task], task)
-    found["left"] = [name for name in families() if name not in found["families"]]
-    table.save(found)
-    table.PAGE.write_text(table.page(found))
-    print(f"{table.summary(found)} in {time.monotonic() - start:.0f} s")
+            keep(results, begun[task], task)
+    results["left"] = [name for name in families() if name not in results["families"]]
+    table.save(results)
+    table.PAGE.write_text(table.page(results))
+    print(f"{table.summary(results)} in {time.monotonic() - start:.0f} s")
 
 
 def missing(row: table.Table, columns: tuple[str, ...]) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ def measure(name: str, columns: tuple[str, ...], limit: float, until: float) -> 
     return cells
 
 
-def keep(found: table.Table, name: str, task: Future[dict[str, Cell] | None]) -> None:
+def keep(results: table.Table, name: str, task: Future[dict[str, Cell] | None]) -> None:
     """Put what was measured into the table, and write the file."""
     try:
         cells = task.result()
@@ -100,29 +100,29 @@ def keep(found: table.Table, name: str, task: Future[dict[str, Cell] | None]) ->
     family, now = families()[name], f"{date.today().isoformat()}, {commit()}"
     row: table.Table = {"model": family.model, "kind": family.kind}
     why = [cell["note"] for cell in cells.values() if cell["status"] == "not built"]
-    old = found["families"].get(name, {}).get("cells", {})
-    found["families"][name] = (
+    old = results["families"].get(name, {}).get("cells", {})
+    results["families"][name] = (
         row | {"why": why[0], "on": now}
         if why
         else row | {"cells": old | {key: cell | {"on": now} for key, cell in cells.items()}}
     )
-    found["measured"] = {
+    results["measured"] = {
         "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread per process, CPU",
         "torch": torch.__version__,
         "lightning": lightning.__version__,
         "transformers": transformers.__version__,
     }
-    table.save(found)
+    table.save(results)
 
 
 @cache
 def commit() -> str:
     """The commit that is measured, when the measuring begins; "+" follows where files differ from it."""
     root = table.ROOT
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
     changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "*.py"], cwd=root)
-    return found.stdout.strip() + ("+" if changed.returncode else "")
+    return head.stdout.strip() + ("+" if changed.returncode else "")
 
 
 def quiet() -> None:

@@ -94,17 +94,20 @@ def metered(turns: Turns, layout: Layout | None) -> tuple[float, ...]:
 
 def compete(name: str, layout: Layout) -> None:
     """Race a layout with one process, and print the row."""
-    one, ours = race(
+    single, ours = race(
         Side(1, lambda turns, rank: train(turns, None)),
         Side(layout.world, lambda turns, rank: train(turns, layout)),
         STEPS,
     )
-    losses = (torch.tensor(side.results[0]) for side in (one, ours))
+    losses = (torch.tensor(side.results[0]) for side in (single, ours))
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)
-    pairs = zip(one.seconds, ours.seconds, strict=True)
+    pairs = zip(single.seconds, ours.seconds, strict=True)
     ratio = layout.samples * statistics.median(a / b for a, b in pairs)
     row(
-        f"samples per second over one process, {name}", ratio, layout.aim, f"{milliseconds(one)} / {milliseconds(ours)}"
+        f"samples per second over one process, {name}",
+        ratio,
+        layout.aim,
+        f"{milliseconds(single)} / {milliseconds(ours)}",
     )
 
 

@@ -66,7 +66,7 @@ class Clips(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-2)
 
 
-def train(turns: Turns, frames: int, said: Any, *, counts: bool) -> tuple[list[float], int]:
+def train(turns: Turns, frames: int, checkpointing: Any, *, counts: bool) -> tuple[list[float], int]:
     """Return the losses, and the bytes that the third step added at most."""
     device = Device() if counts else None
     module = Clips(device)
@@ -79,7 +79,7 @@ def train(turns: Turns, frames: int, said: Any, *, counts: bool) -> tuple[list[f
     ]
     loader = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]  # a list is a dataset
     vision = Modality(
-        module="tower", boundary="tower", colocate_with="language", memory={"activation_checkpointing": said}
+        module="tower", boundary="tower", colocate_with="language", memory={"activation_checkpointing": checkpointing}
     )
     strategy = MultimodalStrategy({"vision": vision, "language": Modality(module="head")})
     if device is None:
@@ -91,16 +91,16 @@ def train(turns: Turns, frames: int, said: Any, *, counts: bool) -> tuple[list[f
     return module.losses, module.added[-1]
 
 
-def side(frames: int, said: Any, *, counts: bool) -> Side:
+def side(frames: int, checkpointing: Any, *, counts: bool) -> Side:
     """The rank that trains."""
-    return Side(1, lambda turns, rank: train(turns, frames, said, counts=counts))
+    return Side(1, lambda turns, rank: train(turns, frames, checkpointing, counts=counts))
 
 
 def memory() -> None:
     """Print what a step adds."""
     chunked, few, whole = (
-        run(side(frames, said, counts=True))[0][1]
-        for frames, said in ((FRAMES, {"items": CHUNK}), (CHUNK, "none"), (FRAMES, "none"))
+        run(side(frames, checkpointing, counts=True))[0][1]
+        for frames, checkpointing in ((FRAMES, {"items": CHUNK}), (CHUNK, "none"), (FRAMES, "none"))
     )
     tokens = (PIXELS // PATCH) ** 2
     results = 2 * (FRAMES - CHUNK) * tokens * WIDTH * 4

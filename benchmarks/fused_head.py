@@ -67,7 +67,7 @@ def train(turns: Turns, layout: dict[str, Any], *, fused: bool, counts: bool) ->
     device = Device() if counts else None
     module = Llama(device)
     tokens = torch.randint(CONFIG["vocab_size"], (3 if counts else STEPS, BATCH, TOKENS))
-    loader = DataLoader([{"input_ids": one, "labels": one} for one in tokens], batch_size=None)
+    loader = DataLoader([{"input_ids": ids, "labels": ids} for ids in tokens], batch_size=None)
     modalities = {"language": Modality(compute={"fused_linear_cross_entropy": fused}, **layout)}
     strategy = MultimodalStrategy(modalities, batching={"num_microbatches": MICROBATCHES})
     ranks = max([1, *layout.values()])
@@ -89,9 +89,9 @@ def side(layout: dict[str, Any], *, fused: bool, counts: bool) -> Side:
 def main() -> None:
     for layout in LAYOUTS:
         name = ", ".join(f"{key} {value}" for key, value in layout.items()) or "one process"
-        found = [run(side(layout, fused=fused, counts=True)) for fused in (True, False)]
-        most = [max(size for _, size in ranks) for ranks in found]
-        torch.testing.assert_close(found[0][0][0], found[1][0][0])
+        sides = [run(side(layout, fused=fused, counts=True)) for fused in (True, False)]
+        most = [max(size for _, size in ranks) for ranks in sides]
+        torch.testing.assert_close(sides[0][0][0], sides[1][0][0])
         values = f"{most[0] / 1e6:.1f} / {most[1] / 1e6:.1f} MB"
         row(f"fused head, {name}: memory of a step / full logits", most[0] / most[1], "", values)
     for layout in LAYOUTS if "--memory" not in sys.argv else ():

@@ -134,10 +134,12 @@ def main(names: list[str]) -> None:
     for name, (what, batches, fields, aim) in CASES.items():
         if names and not any(part in name for part in names):
             continue
-        one = run(Side(1, lambda turns, rank, trains=what == "train", count=batches: eager(trains, count)))[0]
+        single = run(Side(1, lambda turns, rank, trains=what == "train", count=batches: eager(trains, count)))[0]
         ranks = run(Side(2, lambda turns, rank, case=(what, batches, fields): piped(turns, *case)))
         times = " + ".join(f"{1e3 * seconds:.1f}" for seconds in ranks)
-        row(f"host time of pp 2 over eager layers, {name}", sum(ranks) / one, aim, f"{times} / {1e3 * one:.1f} ms")
+        row(
+            f"host time of pp 2 over eager layers, {name}", sum(ranks) / single, aim, f"{times} / {1e3 * single:.1f} ms"
+        )
 
 
 if __name__ == "__main__":

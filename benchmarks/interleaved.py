@@ -78,15 +78,15 @@ class Link:
                 return Delayed(None, 0.0)
             if tag not in OF_LAYERS:
                 return original(*args, **kwargs)
-            tensors = [one for one in args if isinstance(one, Tensor)]
-            nbytes = share * max(one.nbytes for one in tensors)
+            tensors = [tensor for tensor in args if isinstance(tensor, Tensor)]
+            nbytes = share * max(tensor.nbytes for tensor in tensors)
             return self._sends(nbytes, lambda: original(*args, **kwargs), lambda: _fill(*tensors))
 
         return start
 
     def _slowed_hop(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def start(operations: list[dist.P2POp]) -> list[Any]:
-            sent, received = (one.tensor for one in operations)
+            sent, received = (operation.tensor for operation in operations)
             return [self._sends(sent.nbytes, lambda: Together(original(operations)), lambda: _fill(received, sent))]
 
         return start
@@ -102,14 +102,14 @@ class Link:
         return Delayed(work, self._free)
 
 
-def _fill(found: Tensor, sent: Tensor | None = None) -> None:
+def _fill(received: Tensor, sent: Tensor | None = None) -> None:
     """Put this rank's own numbers where those of both would arrive."""
     if sent is None:
         return
-    own, length = sent.detach().flatten(), found.numel()
-    if len(own) < length:
-        own = own.repeat(-(-length // len(own))) if len(own) else own.new_zeros(length)
-    found.copy_(own[:length].view_as(found))
+    numbers, length = sent.detach().flatten(), received.numel()
+    if len(numbers) < length:
+        numbers = numbers.repeat(-(-length // len(numbers))) if len(numbers) else numbers.new_zeros(length)
+    received.copy_(numbers[:length].view_as(received))
 
 
 class Together:
@@ -239,14 +239,14 @@ def side(case: Case, together: int, bandwidth: float | None) -> Side:
 
 def compare(case: Case, share: float) -> None:
     """Print how long steps are where communication takes about `share` of computation."""
-    (alone,) = race_all([side(case, 1, None)], STEPS)
-    nbytes = alone.results[0][0]
-    bandwidth = nbytes / (share * statistics.median(alone.seconds))
+    (plain,) = race_all([side(case, 1, None)], STEPS)
+    nbytes = plain.results[0][0]
+    bandwidth = nbytes / (share * statistics.median(plain.seconds))
     communication = nbytes / bandwidth
     chosen = [(1, None), (1, float("inf")), (2, float("inf")), (1, bandwidth), (2, bandwidth)]
-    raced = race_all([side(case, *one) for one in chosen], STEPS)
-    for (together, _), one in zip(chosen, raced, strict=True):
-        threads = one.results[0][1]
+    raced = race_all([side(case, *way) for way in chosen], STEPS)
+    for (together, _), timed in zip(chosen, raced, strict=True):
+        threads = timed.results[0][1]
         if (len(threads) > 1) != (together > 1):
             raise RuntimeError(f"collectives of {together} microbatches side by side started in {sorted(threads)}")
     computation = raced[0].seconds
@@ -257,25 +257,25 @@ def compare(case: Case, share: float) -> None:
         f"({nbytes / 1e6:.0f} MB at {bandwidth / 1e6:.0f} MB/s), sum / larger {unhidden:.2f}",
         flush=True,
     )
-    for what, one in zip(
+    for what, timed in zip(
         ("gloo alone, one after another", "gloo alone, two side by side", "one after another", "two side by side"),
         raced[1:],
         strict=True,
     ):
-        ratio = statistics.median(a / b for a, b in zip(one.seconds, larger, strict=True))
-        row(f"{case.name}: step / larger, {what}", ratio, "1.15" if one is raced[-1] else "", milliseconds(one))
+        ratio = statistics.median(a / b for a, b in zip(timed.seconds, larger, strict=True))
+        row(f"{case.name}: step / larger, {what}", ratio, "1.15" if timed is raced[-1] else "", milliseconds(timed))
 
 
 def compare_rings(name: str, share: float) -> None:
     """Print how long steps are with shards in rings and with shards that are gathered at once."""
     fields = {"tp_size": RANKS, "tensor": {"sequence_parallel": True}}
     gathered, ring = (Case(name, {**fields, "sequence_parallel": way}, RINGS[name], texts) for way in (True, "ring"))
-    (alone,) = race_all([side(gathered, 1, None)], STEPS)
-    nbytes = alone.results[0][0]
-    bandwidth = nbytes / (share * statistics.median(alone.seconds))
+    (plain,) = race_all([side(gathered, 1, None)], STEPS)
+    nbytes = plain.results[0][0]
+    bandwidth = nbytes / (share * statistics.median(plain.seconds))
     at_once, in_ring = race_all([side(way, 1, bandwidth) for way in (gathered, ring)], STEPS)
     print(
-        f"tp {RANKS}, {name}: computation {milliseconds(alone)}, communication {nbytes / bandwidth * 1e3:.0f} ms "
+        f"tp {RANKS}, {name}: computation {milliseconds(plain)}, communication {nbytes / bandwidth * 1e3:.0f} ms "
         f"({nbytes / 1e6:.0f} MB at {bandwidth / 1e6:.0f} MB/s)",
         flush=True,
     )

@@ -45,12 +45,12 @@ def train(turns: Turns, rank: int, size: int, width: int) -> list[float]:
 
 def main() -> None:
     width = int(sys.argv[1]) if len(sys.argv) > 1 else 256
-    one, four = race(
+    one_call, four_calls = race(
         Side(2, lambda turns, rank: train(turns, rank, 1, width)),
         Side(2, lambda turns, rank: train(turns, rank, 4, width)),
         STEPS,
     )
-    apart, joined = (statistics.median(side.results[0]) for side in (one, four))
+    apart, joined = (statistics.median(side.results[0]) for side in (one_call, four_calls))
     row(
         f"encoder of width {width}: CPU time of a step, calls of four / of one",
         joined / apart,

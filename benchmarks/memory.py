@@ -113,9 +113,9 @@ def _estimate(model: str, case: Case) -> list[RankMemory]:
     planned.cluster_environment = LightningEnvironment()
     planned.cluster_environment.set_world_size(case.world)
     plan = planned.plan(module)
-    found = trace(module, make(SAMPLES), plan.partition, plan.modalities, plan.division)
+    traced = trace(module, make(SAMPLES), plan.partition, plan.modalities, plan.division)
     states = OptimizerStates(module, remade)
-    step = Step(module, case.schedule, case.microbatches, states, found, bucket_bytes=planned.bucket_bytes)
+    step = Step(module, case.schedule, case.microbatches, states, traced, bucket_bytes=planned.bucket_bytes)
     return memory_of(plan, step)
 
 
@@ -188,8 +188,8 @@ def main(models: list[str], layouts: list[str]) -> None:
             except (RuntimeError, TimeoutError) as error:
                 print(f"| {model} | {layout} | {str(error).splitlines()[-1]} | |", flush=True)
                 continue
-            values = ", ".join(f"{(one.peak + one.host) / 1e6:.0f} / {found / 1e6:.0f}" for one, found in pairs)
-            ratios = ", ".join(f"{(one.peak + one.host) / found:.3f}" for one, found in pairs)
+            values = ", ".join(f"{(rank.peak + rank.host) / 1e6:.0f} / {peak / 1e6:.0f}" for rank, peak in pairs)
+            ratios = ", ".join(f"{(rank.peak + rank.host) / peak:.3f}" for rank, peak in pairs)
             print(f"| {model} | {layout} | {values} | {ratios} |", flush=True)
 
 
@@ -197,5 +197,5 @@ if __name__ == "__main__":
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         fixed = {"MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "32768", "MALLOC_ARENA_MAX": "1"}
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | fixed)
-    chosen = [one for one in sys.argv[1:] if one in MODELS] or list(MODELS)
-    main(chosen, [one for one in sys.argv[1:] if one in CASES] or list(CASES))
+    chosen = [arg for arg in sys.argv[1:] if arg in MODELS] or list(MODELS)
+    main(chosen, [arg for arg in sys.argv[1:] if arg in CASES] or list(CASES))

@@ -39,7 +39,7 @@ class Clock(Callback):
 
 
 def _train(_: Turns, rank: int) -> tuple[list[tuple[float, float]], int]:
-    found, size = [], 0
+    pairs, size = [], 0
     for _ in range(ROUNDS):
         pair = []
         for every in (None, 1):
@@ -52,20 +52,20 @@ def _train(_: Turns, rank: int) -> tuple[list[tuple[float, float]], int]:
             )
             fit(module, loader(STEPS, BATCH), strategy, WORLD, clock)
             pair.append(clock.seconds())
-        found.append((pair[0], pair[1]))
-    return found, size
+        pairs.append((pair[0], pair[1]))
+    return pairs, size
 
 
 def main() -> None:
     turns.LIMIT_S = 900  # a rank says nothing before its last fit is over
-    found, size = run(Side(WORLD, _train))[0]
+    pairs, size = run(Side(WORLD, _train))[0]
     for folder in SHARED_MEMORY.glob(f"mm5d-{os.getuid()}-{os.getpid()}-*"):  # its ranks end without a word
         shutil.rmtree(folder)
-    without, in_memory = (statistics.median(side) for side in zip(*found, strict=True))
+    without, in_memory = (statistics.median(side) for side in zip(*pairs, strict=True))
     row(
         f"two replicas of vision, language, {size / 2**20:.0f} MiB of weights and states in memory after each step: "
         "time of a step, with / without",
-        statistics.median(b / a for a, b in found),
+        statistics.median(b / a for a, b in pairs),
         "1.02",
         f"{1e3 * in_memory:.0f} / {1e3 * without:.0f} ms",
     )

@@ -36,10 +36,10 @@ class Device(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        outputs = func(*args, **(kwargs or {}))
         if not self.is_host:
-            self.count(tree_leaves(made))
-        return made
+            self.count(tree_leaves(outputs))
+        return outputs
 
     def count(self, tensors: list[Any]) -> None:
         """Count tensors that are on the device."""
@@ -143,7 +143,9 @@ def main() -> None:
         plain = peak(schedule, [])
         for offload in KINDS:
             ranks = peak(schedule, offload)
-            values = ", ".join(f"{one / 1e6:.1f} / {other / 1e6:.1f}" for one, other in zip(ranks, plain, strict=True))
+            values = ", ".join(
+                f"{offloaded / 1e6:.1f} / {without / 1e6:.1f}" for offloaded, without in zip(ranks, plain, strict=True)
+            )
             ratio = max(ranks) / max(plain)
             row(
                 f"offload {' + '.join(offload)}, {schedule}, M = {MICROBATCHES}: peak / none", ratio, "", f"{values} MB"

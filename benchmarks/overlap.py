@@ -73,17 +73,17 @@ def train(_: Turns, rank: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    found = run(Side(WORLD, train))
+    per_rank = run(Side(WORLD, train))
     median = {
-        kind: statistics.median(max(times) for times in zip(*(one[kind][WARMUP:] for one in found), strict=True))
-        for kind in found[0]
+        kind: statistics.median(max(times) for times in zip(*(rank[kind][WARMUP:] for rank in per_rank), strict=True))
+        for kind in per_rank[0]
     }
     # a backward without sums is followed by them alone
-    without, alone = median["none"] - median["alone"], median["alone"]
+    without, sums = median["none"] - median["alone"], median["alone"]
     for kind, words, aim in (("end", "at its end", "-"), ("beside", "beside it", "< at its end")):
         exposed = median[kind] - without
-        measured = f"{exposed * 1e3:.2f} / {alone * 1e3:.2f} ms, backward alone {without * 1e3:.1f} ms"
-        row(f"two replicas, sums of a backward {words}: exposed / all communication", exposed / alone, aim, measured)
+        measured = f"{exposed * 1e3:.2f} / {sums * 1e3:.2f} ms, backward alone {without * 1e3:.1f} ms"
+        row(f"two replicas, sums of a backward {words}: exposed / all communication", exposed / sums, aim, measured)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ class Albums(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         images = [
-            partial(decode_image, self.folder / f"{(index + one) % FILES}.jpg") for one in range(self.counts[index])
+            partial(decode_image, self.folder / f"{(index + offset) % FILES}.jpg")
+            for offset in range(self.counts[index])
         ]
         sound = partial(decode_sound, self.folder / f"{index % FILES}.wav")
         if self.lazy:
@@ -102,14 +103,14 @@ def _train(turns: Turns, rank: int, *, folder: Path, layout: str, lazy: bool) ->
 def measure(folder: Path, layout: str) -> None:
     """Print the row of one layout, and what each rank has decoded."""
     lazily, plainly = (Side(4, partial(_train, folder=folder, layout=layout, lazy=lazy)) for lazy in (True, False))
-    own, every = race(lazily, plainly, STEPS)
+    lazy, plain = race(lazily, plainly, STEPS)
     row(
         f"{BATCH} samples with 0 to 30 JPEG images and a WAV file, 4 ranks ({layout}): `LazyTensor` / tensors",
-        median_ratio(own, every),
+        median_ratio(lazy, plain),
         "0.8",
-        f"{milliseconds(own)} / {milliseconds(every)}",
+        f"{milliseconds(lazy)} / {milliseconds(plain)}",
     )
-    for name, raced in (("LazyTensor", own), ("tensors", every)):
+    for name, raced in (("LazyTensor", lazy), ("tensors", plain)):
         print(f"{name}: images, sounds, peak MiB of each rank:", *((a, b, c // 1024) for a, b, c in raced.results))
 
 

@@ -94,11 +94,11 @@ class Shares:
 def evaluate(case: Case) -> Shares:
     """Find all sides' best layouts of one case and simulate them."""
     side = _Side(case)
-    layouts = [one for one in ours(side.model, side.ranks) if one.bytes <= MOST_BYTES]
+    layouts = [candidate for candidate in ours(side.model, side.ranks) if candidate.bytes <= MOST_BYTES]
     schedules = SCHEDULES if case.setting.transfers else ("auto",)
     best, layout = side.share(layouts, schedules)
     steps = {
-        name: side.share([one for one in layouts if wanted(one.name)], steps)[0]
+        name: side.share([candidate for candidate in layouts if wanted(candidate.name)], steps)[0]
         for name, (wanted, steps) in STEPS.items()
     }
     others, aware = side.others(OTHERS)
@@ -131,12 +131,16 @@ class _Side:
 
     def others(self, layouts: dict[str, Callable[..., Placed | None]]) -> list[dict[str, float]]:
         """Their shares, without and with knowing what is frozen."""
-        found = []
+        shares = []
         for believed in (self.model.everything, self.model.trained):
             placed = {name: lay(self.model, self.ranks, believed) for name, lay in layouts.items()}
-            fits = {name: [one] for name, one in placed.items() if one is not None and one.bytes <= self.most_bytes}
-            found.append({name: self.share(fits.get(name, []), ("1f1b",))[0] for name in layouts})
-        return found
+            fits = {
+                name: [layout]
+                for name, layout in placed.items()
+                if layout is not None and layout.bytes <= self.most_bytes
+            }
+            shares.append({name: self.share(fits.get(name, []), ("1f1b",))[0] for name in layouts})
+        return shares
 
     def share(self, layouts: list[Placed], schedules: Collection[str]) -> tuple[float, str]:
         """The largest share of some layouts under some schedules, and which it is."""
@@ -154,10 +158,10 @@ def cases(setting: Setting, ranks: Iterable[str]) -> list[Case]:
     ]
 
 
-def best_ranks(found: dict[Case, Shares], ranks: Collection[str]) -> dict[Case, Shares]:
+def best_ranks(by_case: dict[Case, Shares], ranks: Collection[str]) -> dict[Case, Shares]:
     """For each case every side's best over some ranks."""
     best: dict[Case, Shares] = {}
-    for case, shares in found.items():
+    for case, shares in by_case.items():
         if case.ranks in ranks:
             key = replace(case, ranks="the better of both")
             known = best.get(key, Shares())
@@ -168,39 +172,44 @@ def best_ranks(found: dict[Case, Shares], ranks: Collection[str]) -> dict[Case, 
     return best
 
 
-def show(found: dict[Case, Shares]) -> None:
+def show(by_case: dict[Case, Shares]) -> None:
     """Print a line for each case."""
     _row("case", "trained", "ranks", "ours", *(f"ours / {name}" for name in OTHERS), "our layout, schedule", head=True)
-    for case, shares in found.items():
+    for case, shares in by_case.items():
         ratios = [_ratio(shares.ours, shares.others[name]) for name in OTHERS]
-        own = f"{shares.ours:.3f}" if shares.ours else "-"
-        _row(f"{case.encoders}, {case.scale}", _trained(case.frozen), case.ranks, own, *ratios, shares.layout)
+        our_share = f"{shares.ours:.3f}" if shares.ours else "-"
+        _row(f"{case.encoders}, {case.scale}", _trained(case.frozen), case.ranks, our_share, *ratios, shares.layout)
 
 
-def summary(title: str, found: dict[Case, Shares]) -> None:
-    """Print the averages of `found`, apart for trained and frozen: over each layout of others, and over all."""
+def summary(title: str, by_case: dict[Case, Shares]) -> None:
+    """Print the averages of `by_case`, apart for trained and frozen: over each layout of others, and over all."""
     for frozen in (False, True):
-        mine = [shares for case, shares in found.items() if case.frozen == frozen]
-        pairs = [(name, one.ours, one.others[name]) for one in mine for name in OTHERS]
-        aware = [one.ours / share for one in mine for share in one.aware.values() if one.ours and share]
+        mine = [shares for case, shares in by_case.items() if case.frozen == frozen]
+        pairs = [(name, shares.ours, shares.others[name]) for shares in mine for name in OTHERS]
+        aware = [shares.ours / share for shares in mine for share in shares.aware.values() if shares.ours and share]
         ratios = {name: [a / b for other, a, b in pairs if other == name and a and b] for name in OTHERS}
         means = [*map(mean, ratios.values()), mean(chain.from_iterable(ratios.values())), mean(aware)]
-        _row(title, _trained(frozen), *(f"{one:.2f}" for one in means))
+        _row(title, _trained(frozen), *(f"{ratio:.2f}" for ratio in means))
 
 
-def show_awareness(title: str, found: Iterable[Shares]) -> None:
+def show_awareness(title: str, all_shares: Iterable[Shares]) -> None:
     """Print what knowing of frozen modules gives where nothing else differs."""
-    gains = [one.aware["apart"] / one.others["apart"] for one in found if one.others["apart"]]
+    gains = [shares.aware["apart"] / shares.others["apart"] for shares in all_shares if shares.others["apart"]]
     _row(title, f"{mean(gains):.2f}", f"{max(gains):.2f}")
 
 
-def show_steps(found: dict[Case, Shares]) -> None:
+def show_steps(by_case: dict[Case, Shares]) -> None:
     """Print what each part of ours gives: the average share of the devices' time."""
     _row("ranks", "trained", "apart", *STEPS, head=True)
     for name, frozen in product(RANKS, (False, True)):
-        mine = [one for case, one in found.items() if (case.ranks, case.frozen) == (name, frozen) and one.ours]
-        means = [mean(one.others["apart"] for one in mine), *(mean(one.steps[step] for one in mine) for step in STEPS)]
-        _row(name, _trained(frozen), *(f"{one:.3f}" for one in means))
+        mine = [
+            shares for case, shares in by_case.items() if (case.ranks, case.frozen) == (name, frozen) and shares.ours
+        ]
+        means = [
+            mean(shares.others["apart"] for shares in mine),
+            *(mean(shares.steps[step] for shares in mine) for step in STEPS),
+        ]
+        _row(name, _trained(frozen), *(f"{share:.3f}" for share in means))
 
 
 def _ratio(ours: float, theirs: float) -> str:
@@ -230,15 +239,15 @@ def main() -> None:
         def run(every: list[Case], function: Callable[[Case], Shares] = evaluate) -> dict[Case, Shares]:
             return dict(zip(every, pool.map(function, every, chunksize=1), strict=True))
 
-        found = run(cases(Setting(), RANKS))
-        better = best_ranks(found, pure)
-        show({**found, **better})
-        show_steps(found)
+        by_case = run(cases(Setting(), RANKS))
+        better = best_ranks(by_case, pure)
+        show({**by_case, **better})
+        show_steps(by_case)
         _row("averages", "trained", *(f"ours / {name}" for name in OTHERS), "over all", "over all, aware", head=True)
         for prefix, setting in settings.items():
-            more = run(cases(setting, RANKS if not prefix else [published, pure[0]])) if prefix else found
+            more = run(cases(setting, RANKS if not prefix else [published, pure[0]])) if prefix else by_case
             for name in dict.fromkeys(case.ranks for case in more):
-                summary(f"{prefix}{name}", {case: one for case, one in more.items() if case.ranks == name})
+                summary(f"{prefix}{name}", {case: shares for case, shares in more.items() if case.ranks == name})
             if not prefix:
                 summary("the better of the last two", better)
         _row("apart, 1f1b, projectors trained: balanced with that in mind / not", "mean", "most", head=True)

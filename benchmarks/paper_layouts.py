@@ -96,7 +96,7 @@ def plan_of(model: Model, modalities: dict[str, Modality], ranks: Ranks, *, v_sh
         sizes = [int(size) for size in template.stages or ()] if template else [len(row) - 2]
         ends = [0, *accumulate(sizes)]
         stages[name] = tuple(StageCut(name, index, *span) for index, span in enumerate(pairwise(ends)))
-        units |= {one.name: tuple(part) for one, part in zip(stages[name], slices(row, sizes), strict=True)}
+        units |= {stage.name: tuple(part) for stage, part in zip(stages[name], slices(row, sizes), strict=True)}
     partition = Partition(
         loss_modality="language",
         encoders={name: Encoder((), ()) for name in modalities if name != "language"},
@@ -185,9 +185,11 @@ def replicated(model: Model, ranks: Ranks, believed: frozenset[str]) -> Placed |
         forward += sum(cost[0] for cost in extra)
         back += sum(cost[1] for cost in extra) if index == 0 else 0.0
         nodes.append(_node(index, ranks, forward, back, weight))
-        own = sum(_bytes(model, key, ranks.replicas) for unit in part for key in unit.costs)
+        layer_bytes = sum(_bytes(model, key, ranks.replicas) for unit in part for key in unit.costs)
         copies = ranks.replicas * ranks.stages
-        held.append(own + sum(_bytes(model, k, copies) for n in encoders for unit in model.rows[n] for k in unit.costs))
+        held.append(
+            layer_bytes + sum(_bytes(model, k, copies) for n in encoders for unit in model.rows[n] for k in unit.costs)
+        )
     return Placed("replicated", Graph(tuple(nodes), _links(ranks.stages)), max(held) / ranks.width)
 
 
@@ -195,7 +197,7 @@ def ours(model: Model, ranks: Ranks) -> Iterator[Placed]:
     """The layouts that the strategy is configured for."""
     *encoders, language = model.rows
     row = model.rows[language]
-    found = search(
+    searched = search(
         model.rows,
         {name: Modality() for name in model.rows},
         ranks.stages,
@@ -204,7 +206,7 @@ def ours(model: Model, ranks: Ranks) -> Iterator[Placed]:
         num_microbatches=ranks.microbatches,
         schedule="zero_bubble",
     )
-    layouts = {"search": {name: found[name] for name in encoders}}
+    layouts = {"search": {name: searched[name] for name in encoders}}
     depths = [depth for depth in range(1, ranks.stages + 1) if ranks.stages % depth == 0]
     for several in [*zip(*[depths] * len(encoders), strict=True), *([(1, 2), (2, 1)] if len(encoders) > 1 else [])]:
         if all(depth <= len(model.rows[name]) - 2 for name, depth in zip(encoders, several, strict=True)):
@@ -213,15 +215,15 @@ def ours(model: Model, ranks: Ranks) -> Iterator[Placed]:
                 for name, depth in zip(encoders, several, strict=True)
             }
     for layout, colocated in layouts.items():
-        own = ranks.stages - sum(modality.own_ranks_per_replica for modality in colocated.values())
+        own_ranks = ranks.stages - sum(modality.own_ranks_per_replica for modality in colocated.values())
         for chunks, v_shaped in [*((chunks, False) for chunks in _CHUNKS), (2, True)]:
-            if own * chunks > len(row) - 2 or (own == 1 and chunks > 1):
+            if own_ranks * chunks > len(row) - 2 or (own_ranks == 1 and chunks > 1):
                 continue
-            sizes = cut(row, own * chunks, model.trained, _any_trained(model, encoders, model.trained))
+            sizes = cut(row, own_ranks * chunks, model.trained, _any_trained(model, encoders, model.trained))
             if layout == "search" and chunks == 1:
-                modalities = {**colocated, language: found[language]}
+                modalities = {**colocated, language: searched[language]}
             else:
-                modalities = {**colocated, language: with_fields(_pipeline(sizes), pp_size=own, pp_chunks=chunks)}
+                modalities = {**colocated, language: with_fields(_pipeline(sizes), pp_size=own_ranks, pp_chunks=chunks)}
             plan = plan_of(model, modalities, ranks, v_shaped=v_shaped)
             yield placed(f"{layout}, {'V' if v_shaped else chunks}", model, plan, ranks)
 
@@ -229,14 +231,14 @@ def ours(model: Model, ranks: Ranks) -> Iterator[Placed]:
 def shortest(layouts: Sequence[Placed], schedules: Iterable[str], transfer_cost: float) -> tuple[float, Placed, str]:
     """The shortest step over layouts and schedules, its layout and its schedule; what cannot be it is skipped."""
     best: tuple[float, Placed, str] | None = None
-    bounds = [lower_bound(one.graph) for one in layouts]
-    for bound, one in sorted(zip(bounds, layouts, strict=True), key=lambda pair: pair[0]):
+    bounds = [lower_bound(layout.graph) for layout in layouts]
+    for bound, layout in sorted(zip(bounds, layouts, strict=True), key=lambda pair: pair[0]):
         if best is not None and bound >= best[0]:
             break
         for schedule in schedules:
-            makespan = simulate(build(schedule, one.graph), one.graph, transfer_cost=transfer_cost).makespan
+            makespan = simulate(build(schedule, layout.graph), layout.graph, transfer_cost=transfer_cost).makespan
             if best is None or makespan < best[0]:
-                best = makespan, one, schedule
+                best = makespan, layout, schedule
     assert best is not None
     return best
 

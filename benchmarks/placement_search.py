@@ -59,7 +59,9 @@ def search(
     }
     space = Space(costs, modalities, num_ranks, loss_modality=loss_modality, num_microbatches=num_microbatches)
     placements = space.best(_JUDGED)
-    graphs = [replica_graph(simple, modalities, one, loss_modality, num_microbatches, late) for one in placements]
+    graphs = [
+        replica_graph(simple, modalities, placement, loss_modality, num_microbatches, late) for placement in placements
+    ]
     bounds = list(map(lower_bound, graphs))
     best, makespan = 0, math.inf
     for index in sorted(range(len(graphs)), key=bounds.__getitem__):

@@ -59,11 +59,11 @@ def write(folder: Path, layers: int) -> list[int]:
 
 def _write(folder: Path, layers: int, file_bytes: int = 200 * 10**6) -> list[int]:
     """Write files of about `file_bytes`."""
-    made = config(layers)
+    model_config = config(layers)
     with torch.device("meta"):
-        model = LlavaForConditionalGeneration(made)
-    made.architectures, made.dtype = [type(model).__name__], torch.float32
-    made.save_pretrained(folder)
+        model = LlavaForConditionalGeneration(model_config)
+    model_config.architectures, model_config.dtype = [type(model).__name__], torch.float32
+    model_config.save_pretrained(folder)
     files: list[dict[str, Tensor]] = [{}]
     for name, tensor in model.state_dict().items():
         if sum(other.nbytes for other in files[-1].values()) + tensor.nbytes > file_bytes:

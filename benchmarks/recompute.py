@@ -73,13 +73,13 @@ class Llama(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-2)
 
 
-def train(turns: Turns, stages: int, said: Any, *, counts: bool) -> tuple[list[float], int]:
+def train(turns: Turns, stages: int, kind: Any, *, counts: bool) -> tuple[list[float], int]:
     """Return the losses, and the bytes that the third step added at most."""
     device = Device() if counts else None
     module = Llama(device)
     tokens = torch.randint(CONFIG["vocab_size"], (3 if counts else STEPS, BATCH, TOKENS))
-    loader = DataLoader([{"input_ids": one, "labels": one} for one in tokens], batch_size=None)
-    modalities = {"language": Modality(pp_size=stages, memory={"activation_checkpointing": said})}
+    loader = DataLoader([{"input_ids": ids, "labels": ids} for ids in tokens], batch_size=None)
+    modalities = {"language": Modality(pp_size=stages, memory={"activation_checkpointing": kind})}
     strategy = MultimodalStrategy(modalities, batching={"num_microbatches": MICROBATCHES})
     if device is None:
         fit(module, loader, strategy, stages, turns)
@@ -90,9 +90,9 @@ def train(turns: Turns, stages: int, said: Any, *, counts: bool) -> tuple[list[f
     return module.losses, module.added[-1]
 
 
-def side(stages: int, said: Any, *, counts: bool) -> Side:
+def side(stages: int, kind: Any, *, counts: bool) -> Side:
     """The ranks that train with one kind."""
-    return Side(stages, lambda turns, rank: train(turns, stages, said, counts=counts))
+    return Side(stages, lambda turns, rank: train(turns, stages, kind, counts=counts))
 
 
 def megabytes(sizes: list[int]) -> str:
@@ -100,26 +100,26 @@ def megabytes(sizes: list[int]) -> str:
     return ", ".join(f"{size / 1e6:.1f}" for size in sizes)
 
 
-def memory(stages: int, said: Any) -> None:
+def memory(stages: int, kind: Any) -> None:
     """Print what a step adds."""
-    again, plain = ([size for _, size in run(side(stages, one, counts=True))] for one in (said, "none"))
+    again, plain = ([size for _, size in run(side(stages, way, counts=True))] for way in (kind, "none"))
     values = f"{megabytes(again)} / {megabytes(plain)} MB"
-    row(f"recomputation {said}, pp_size {stages}: memory of a step / none", max(again) / max(plain), "", values)
+    row(f"recomputation {kind}, pp_size {stages}: memory of a step / none", max(again) / max(plain), "", values)
 
 
-def time(stages: int, said: Any) -> None:
+def time(stages: int, kind: Any) -> None:
     """Print how long a step takes, and what the largest rank's process held."""
-    again, plain = race(side(stages, said, counts=False), side(stages, "none", counts=False), STEPS)
+    again, plain = race(side(stages, kind, counts=False), side(stages, "none", counts=False), STEPS)
     assert [losses for losses, _ in again.results] == [losses for losses, _ in plain.results], "the same bits"
     resident = f"resident {max(again.peak_bytes) / 1e6:.0f} / {max(plain.peak_bytes) / 1e6:.0f} MB"
     values = f"{milliseconds(again)} / {milliseconds(plain)}, {resident}"
-    row(f"recomputation {said}, pp_size {stages}: time of a step / none", median_ratio(again, plain), "", values)
+    row(f"recomputation {kind}, pp_size {stages}: time of a step / none", median_ratio(again, plain), "", values)
 
 
 def main() -> None:
     for show in (memory, time):
-        for stages, said in KINDS:
-            show(stages, said)
+        for stages, kind in KINDS:
+            show(stages, kind)
 
 
 if __name__ == "__main__":

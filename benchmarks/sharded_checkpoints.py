@@ -57,9 +57,11 @@ class Model(L.LightningModule):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if not self.held:  # hooks see the parameters of all ranks
-            held = [one for one in self.parameters() if not is_remote(one)]
-            state = [value for one in held for value in self.trainer.optimizers[0].state.get(one, {}).values()]
-            self.held = sum(one.numel() * one.itemsize for one in (*held, *state))
+            held = [parameter for parameter in self.parameters() if not is_remote(parameter)]
+            state = [
+                value for parameter in held for value in self.trainer.optimizers[0].state.get(parameter, {}).values()
+            ]
+            self.held = sum(tensor.numel() * tensor.itemsize for tensor in (*held, *state))
         for layer in self.layers:
             batch = layer(batch)
         return batch.square().mean()
@@ -146,8 +148,8 @@ def main() -> None:
         )
         if done.returncode:
             raise SystemExit(done.stderr)
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
+        figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return figures
 
     try:
         for layout in LAYOUTS:
@@ -159,8 +161,8 @@ def main() -> None:
         for source in LAYOUTS:
             for target in LAYOUTS:
                 shutil.rmtree(folder / "again", ignore_errors=True)
-                found = run(target, "again", "--load", str(folder / source / "6.ckpt"))
-                print(f"{source} into {target}: {found['read'] / found['held']:.3f} bytes read per byte held")
+                figures = run(target, "again", "--load", str(folder / source / "6.ckpt"))
+                print(f"{source} into {target}: {figures['read'] / figures['held']:.3f} bytes read per byte held")
     finally:
         shutil.rmtree(folder)
 

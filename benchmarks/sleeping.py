@@ -167,9 +167,11 @@ def main() -> None:
     measure({"vision": (2, 2), "audio": (2, 2), "language": (4, 4)}, 1, "1f1b", "1.03")
     measure({"vision": (2, 2), "audio": (2, 2), "language": (4, 4)}, 2, "1f1b", "1.03")
     towers = {"vision": (4, 2), "language": (8, 4)}
-    found = {name: measure(towers, 1, name, "1.05", chunks=2 if name == "interleaved" else 1) for name in SCHEDULES}
-    for which, times in enumerate(zip(*found.values(), strict=True)):
-        order = sorted(zip(times, found, strict=True))
+    by_schedule = {
+        name: measure(towers, 1, name, "1.05", chunks=2 if name == "interleaved" else 1) for name in SCHEDULES
+    }
+    for which, times in enumerate(zip(*by_schedule.values(), strict=True)):
+        order = sorted(zip(times, by_schedule, strict=True))
         print(("measured", "simulated")[which], "order:", ", ".join(f"{name} {time:.3f} s" for time, name in order))
 
 

@@ -121,14 +121,21 @@ def main(names: list[str]) -> None:
         within += abs(estimate / steps[name] - 1) <= 0.1
         row(f"estimate over step, {name}", estimate / steps[name], "0.9 to 1.1", _times(estimate, steps[name]))
     best = search.best()[0]
-    own = measured(best.candidate)
+    seconds = measured(best.candidate)
     proposed = f"proposed ({words(best.candidate)})"
-    row(f"estimate over step, {proposed}", best.time.seconds / own, "0.9 to 1.1", _times(best.time.seconds, own))
+    row(
+        f"estimate over step, {proposed}", best.time.seconds / seconds, "0.9 to 1.1", _times(best.time.seconds, seconds)
+    )
     print(f"within a tenth: {within} of {len(steps)} layouts")
-    row(f"{proposed} over the best of these", own / min(steps.values()), "1.05", _times(own, min(steps.values())))
+    row(
+        f"{proposed} over the best of these",
+        seconds / min(steps.values()),
+        "1.05",
+        _times(seconds, min(steps.values())),
+    )
     apart = [step for name, step in steps.items() if name.startswith("encoder |")]
     if apart:
-        row(f"the best of encoder | language over {proposed}", min(apart) / own, "1.1", _times(min(apart), own))
+        row(f"the best of encoder | language over {proposed}", min(apart) / seconds, "1.1", _times(min(apart), seconds))
 
 
 def _times(first: float, second: float) -> str:

@@ -59,15 +59,15 @@ class Bytes(NamedTuple):
 
 def modes(ranks: int) -> list[Modality]:
     """Return the modes that have a grid of so many ranks."""
-    given = [Modality(tp_size=ranks, tensor={"tp_mode": mode}) for mode in ("1d", "2d", "3d")]
-    given.insert(2, Modality(tp_size=ranks, tensor={"tp_mode": "2.5d", "tp_depth": DEPTHS.get(ranks, 1)}))
+    modalities = [Modality(tp_size=ranks, tensor={"tp_mode": mode}) for mode in ("1d", "2d", "3d")]
+    modalities.insert(2, Modality(tp_size=ranks, tensor={"tp_mode": "2.5d", "tp_depth": DEPTHS.get(ranks, 1)}))
     return [
-        one
-        for one in given
-        if one.tensor.tp_mode == "1d"
+        modality
+        for modality in modalities
+        if modality.tensor.tp_mode == "1d"
         or (
-            grid_side(one.tensor.tp_mode, ranks, one.tensor.tp_depth) > 1
-            and (one.tensor.tp_mode != "2.5d" or one.tensor.tp_depth > 1)
+            grid_side(modality.tensor.tp_mode, ranks, modality.tensor.tp_depth) > 1
+            and (modality.tensor.tp_mode != "2.5d" or modality.tensor.tp_depth > 1)
         )
     ]
 
@@ -98,18 +98,18 @@ def count(rank: int, modality: Modality | None) -> Bytes:
         group, shape = TensorGroup(dist.group.WORLD), GridShape.of(modality)
         for axis in AXES if shape is not None else ():
             for line in shape.lines(axis) if shape is not None else ():
-                made = dist.new_group(list(line)) if len(line) > 1 else None
-                if made is not None and rank in line:
-                    lines[axis] = Line(made)
+                process_group = dist.new_group(list(line)) if len(line) > 1 else None
+                if process_group is not None and rank in line:
+                    lines[axis] = Line(process_group)
         TensorParallel(root, divided(root, modality), {"all": group}, lines={"all": lines})
     layer: Any = root.h[0]  # type: ignore[index]
     held = {parameter.untyped_storage().data_ptr() for parameter in root.parameters()}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in held:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     hidden = torch.randn(SAMPLES, TOKENS, WIDTH, requires_grad=True)
@@ -120,7 +120,7 @@ def count(rank: int, modality: Modality | None) -> Bytes:
     local.sum().backward()
     sent = sum(line.moved for line in lines.values()) if lines else 0.0 if group is None else group.moved
     weights = sum(layer.get_submodule(name).weight.nbytes for name in LINEARS)
-    return Bytes(weights, sum(kept.values()), sent)
+    return Bytes(weights, sum(saved.values()), sent)
 
 
 def expected(modality: Modality, whole: Bytes) -> Bytes:
@@ -140,13 +140,13 @@ def expected(modality: Modality, whole: Bytes) -> Bytes:
 
 def _process(rank: int, ranks: int, port: int, results: Any) -> None:
     torch.set_num_threads(1)
-    found = []
+    counts = []
     for index, modality in enumerate(modes(ranks)):
         dist.init_process_group("gloo", f"tcp://127.0.0.1:{port + index}", rank=rank, world_size=ranks)
-        found.append(count(rank, modality))
+        counts.append(count(rank, modality))
         dist.barrier()
         dist.destroy_process_group()
-    results.put(found)
+    results.put(counts)
 
 
 def run(ranks: int) -> list[list[Bytes]]:
@@ -156,10 +156,10 @@ def run(ranks: int) -> list[list[Bytes]]:
     processes = [context.Process(target=_process, args=(rank, ranks, port, results)) for rank in range(ranks)]
     for process in processes:
         process.start()
-    found = [results.get(timeout=600) for _ in processes]
+    counts = [results.get(timeout=600) for _ in processes]
     for process in processes:
         process.join()
-    return found
+    return counts
 
 
 def counted(ranks: int) -> list[list[Bytes]]:
@@ -167,16 +167,16 @@ def counted(ranks: int) -> list[list[Bytes]]:
 
     Where everything divides evenly all ranks count the same, and three of them stand for all.
     """
-    found = []
+    counts = []
     for modality in modes(ranks):
         is_even = modality.tensor.tp_mode != "1d" or HEADS % ranks == 0
-        one = []
+        of_ranks = []
         for rank in (0, ranks // 2, ranks - 1) if is_even else range(ranks):
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-            one.append(count(rank, modality))
+            of_ranks.append(count(rank, modality))
             dist.destroy_process_group()
-        found.append(one)
-    return found
+        counts.append(of_ranks)
+    return counts
 
 
 def main(chosen: list[int], show: Callable[[str], object] = print) -> None:
@@ -184,9 +184,9 @@ def main(chosen: list[int], show: Callable[[str], object] = print) -> None:
     show("| ranks | `tp_mode` | weights MB | / formula | kept MB | / one process' p-th | sent MB | / formula |")
     show("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for ranks in chosen:
-        found = list(zip(*run(ranks), strict=True)) if ranks in RUN else counted(ranks)
-        for modality, of_ranks in zip(modes(ranks), found, strict=True):
-            mean = Bytes(*(sum(one) / len(of_ranks) for one in zip(*of_ranks, strict=True)))
+        counts = list(zip(*run(ranks), strict=True)) if ranks in RUN else counted(ranks)
+        for modality, of_ranks in zip(modes(ranks), counts, strict=True):
+            mean = Bytes(*(sum(column) / len(of_ranks) for column in zip(*of_ranks, strict=True)))
             pairs = zip(mean, expected(modality, whole), strict=True)
             cells = " | ".join(f"{got / 1e6:.2f} | {got / formula:.3f}" for got, formula in pairs)
             depth = f", depth {modality.tensor.tp_depth}" * (modality.tensor.tp_mode == "2.5d")
@@ -195,4 +195,4 @@ def main(chosen: list[int], show: Callable[[str], object] = print) -> None:
 
 
 if __name__ == "__main__":
-    main([int(one) for one in sys.argv[1:]] or [*RUN, *COUNTED])
+    main([int(argument) for argument in sys.argv[1:]] or [*RUN, *COUNTED])

@@ -331,8 +331,8 @@ class Counter(Callback):
         original = getattr(dist, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            given = (one for one in (*args, *kwargs.values()) if isinstance(one, dist.ProcessGroup))
-            ranks = dist.get_world_size(next(given, None))
+            groups = (argument for argument in (*args, *kwargs.values()) if isinstance(argument, dist.ProcessGroup))
+            ranks = dist.get_world_size(next(groups, None))
             self.sent += cost(*args) * (ranks - 1) / ranks
             return original(*args, **kwargs)
 

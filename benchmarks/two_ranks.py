@@ -114,15 +114,15 @@ def main(names: list[str]) -> None:
         if names and not any(part in name for part in names):
             continue
         strategy = MultimodalStrategy(modalities, schedule=schedule, batching={"num_microbatches": MICROBATCHES})
-        one, two = race(
+        single, pair = race(
             Side(1, lambda turns, rank: train(turns, rank, None)),
             Side(2, lambda turns, rank, strategy=strategy: train(turns, rank, strategy)),
             STEPS,
         )
-        torch.testing.assert_close(torch.tensor(one.results[0]), torch.tensor(two.results[0]), rtol=1e-4, atol=1e-4)
-        ratio = statistics.median(a / b for a, b in zip(one.seconds, two.seconds, strict=True))
+        torch.testing.assert_close(torch.tensor(single.results[0]), torch.tensor(pair.results[0]), rtol=1e-4, atol=1e-4)
+        ratio = statistics.median(a / b for a, b in zip(single.seconds, pair.seconds, strict=True))
         aim = "1.7" if name == next(iter(LAYOUTS)) else ""
-        row(f"two ranks over one process, {name}", ratio, aim, f"{milliseconds(one)} / {milliseconds(two)}")
+        row(f"two ranks over one process, {name}", ratio, aim, f"{milliseconds(single)} / {milliseconds(pair)}")
 
 
 if __name__ == "__main__":

@@ -173,9 +173,9 @@ def measure_replicas() -> None:
         began = time.perf_counter()
         after = Exchange(costs).evened(step)
         seconds.append(time.perf_counter() - began)
-        for replicas, found in ((step, given), (after, evened)):
+        for replicas, ratios in ((step, given), (after, evened)):
             images = [costs["images"][batch].sum() for batch in replicas]
-            found.append(max(images) / statistics.mean(images))
+            ratios.append(max(images) / statistics.mean(images))
     row(
         f"images of the busiest of {REPLICAS} replicas / their mean, {BATCH} samples a step, mean of {COUNTED} steps",
         statistics.mean(evened),

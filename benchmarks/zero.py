@@ -119,8 +119,8 @@ def main(names: list[str]) -> None:
         if names and not any(part in name for part in names):
             continue
         a, b = race(first, second, STEPS)
-        for found, expected in zip(a.results, b.results, strict=True):
-            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-3, atol=1e-3)
+        for losses, expected in zip(a.results, b.results, strict=True):
+            torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-3, atol=1e-3)
         row(f"two replicas, time of a step: {name}", median_ratio(a, b), aim, f"{milliseconds(a)} / {milliseconds(b)}")
 
 

@@ -48,17 +48,17 @@ def run(checks: list[Check], out: Path, *, is_dry: bool, minutes: float, command
 
     A dry run misses no aim: its figures mean nothing.
     """
-    found = supervisor.probed()
-    if not found["gpus"] and not is_dry:
-        cuda = found["cuda"] or "not in this build"
-        print(f"torch {found['torch']} (CUDA {cuda}) finds no GPU; see docs/gpu.md")
+    probed = supervisor.probed()
+    if not probed["gpus"] and not is_dry:
+        cuda = probed["cuda"] or "not in this build"
+        print(f"torch {probed['torch']} (CUDA {cuda}) finds no GPU; see docs/gpu.md")
         return 2
-    machine = Machine(is_dry=is_dry, found=found)
+    machine = Machine(is_dry=is_dry, found=probed)
     results = supervisor.run_all(checks, machine, minutes * 60)
     about = {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["bash", "scripts/gpu.sh", *command]),
-        "machine": {**found, "is_dry": is_dry},
+        "machine": {**probed, "is_dry": is_dry},
     }
     all_results = report.kept(out / "figures_gpu.json") | {name: {**about, **each} for name, each in results.items()}
     report.keep(out / "figures_gpu.json", all_results)

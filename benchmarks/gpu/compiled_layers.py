@@ -20,7 +20,7 @@ def compiled(machine: Machine) -> Iterator[Row]:
     """Yield the difference of losses of compiled layers, and the time of a step."""
     size = machine.pick(LARGE, towers.SMALL)
     data = towers.batches(size, STEPS, 4)
-    found = {}
+    runs = {}
     for how in (False, machine.pick(True, "eager")):
         times = one_process.Times(machine)
         modalities = {
@@ -31,9 +31,9 @@ def compiled(machine: Machine) -> Iterator[Row]:
         }
         strategy = MultimodalStrategy(modalities, batching={"num_microbatches": 2}, launch={"timeout": towers.TIMEOUT})
         losses = towers.fit(towers.Towers(size), data, strategy, machine.own, times, precision="bf16-mixed")
-        found[bool(how)] = losses, statistics.median(times.seconds())
-    (plain, before), (losses, after) = found[False], found[True]
-    off = max(abs(one - other) / abs(other) for one, other in zip(losses, plain, strict=True))
+        runs[bool(how)] = losses, statistics.median(times.seconds())
+    (plain, before), (losses, after) = runs[False], runs[True]
+    off = max(abs(loss - expected) / abs(expected) for loss, expected in zip(losses, plain, strict=True))
     yield Row(name="compiled layers: losses, relative difference", value=off, at_most=0.02)
     note = f"{after * 1e3:.1f} / {before * 1e3:.1f} ms"
     yield Row(name="compiled layers: time of a step / uncompiled", value=after / before, at_most=1.0, note=note)
@@ -44,7 +44,7 @@ def fused_head(machine: Machine) -> Iterator[Row]:
     if machine.gpu_bytes < NEEDED_BYTES and not machine.is_dry:
         raise LackingError(f"needs a GPU with {NEEDED_BYTES // 2**30} GiB")
     data = [one_process.batch(machine)] * 4
-    found: dict[bool, tuple[list[float], int]] = {}
+    runs: dict[bool, tuple[list[float], int]] = {}
     for is_fused in (False, True):
         modalities: dict[str, Any] = {
             "vision": Modality(colocate_with="language"),
@@ -53,9 +53,9 @@ def fused_head(machine: Machine) -> Iterator[Row]:
         one_process.free(machine)
         strategy = MultimodalStrategy(modalities, launch={"timeout": towers.TIMEOUT})
         losses = towers.fit(one_process.Qwen(machine), data, strategy, machine.own, precision="bf16-true")
-        found[is_fused] = losses, machine.peak_bytes()
-    (plain, whole), (losses, less) = found[False], found[True]
-    off = max(abs(one - other) / abs(other) for one, other in zip(losses, plain, strict=True))
+        runs[is_fused] = losses, machine.peak_bytes()
+    (plain, whole), (losses, less) = runs[False], runs[True]
+    off = max(abs(loss - expected) / abs(expected) for loss, expected in zip(losses, plain, strict=True))
     yield Row(name="fused_linear_cross_entropy: losses, relative difference", value=off, at_most=0.01)
     note = f"{less / 2**30:.2f} / {whole / 2**30:.2f} GiB"
     yield Row(name="fused_linear_cross_entropy: peak memory / without", value=less / whole, at_most=1.0, note=note)

@@ -28,14 +28,14 @@ def run(machine: Machine) -> Iterator[Row]:
         # torch's compiler warns when it is imported, and of the precision of products: no reason to fail here
         subprocess.run([*command, "-W", "default", *files()], check=False)
         cases = list(ElementTree.parse(report).iter("testcase"))
-    found: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
+    outcomes: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
     for case in cases:
         # at most one outcome is written below a case, and none where it passed
         outcome = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         kind = "passed" if outcome is None else "skipped" if outcome.tag == "skipped" else "failed"
-        found[kind].append(case.get("name", ""))
+        outcomes[kind].append(case.get("name", ""))
         if kind == "failed":
             assert outcome is not None
             yield Row(name=case.get("name", ""), status="failed", note=(outcome.get("message") or "").strip())
     at_least = machine.pick(len(cases), None)
-    yield Row(name="tests that passed", value=len(found["passed"]), at_least=at_least, note=f"of {len(cases)}")
+    yield Row(name="tests that passed", value=len(outcomes["passed"]), at_least=at_least, note=f"of {len(cases)}")

@@ -130,7 +130,7 @@ class _Case:
     def _agreement(self, blocks: BlockMask) -> Row:
         """Return the largest difference of output and gradients from FlexAttention's, over its largest value."""
         pairs = zip(self._ours(True)(), self._flex(blocks, True)(), strict=True)
-        off = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+        off = max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)
         return Row(name=f"{self._title}: difference from FlexAttention", value=off, at_most=0.02)
 
     def _times(self, blocks: BlockMask, *, with_backward: bool) -> Iterator[Row]:

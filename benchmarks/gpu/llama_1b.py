@@ -97,7 +97,7 @@ def run(machine: Machine) -> Iterator[Row]:
     backend = machine.pick("inductor", "eager")
     rows = torch.randint(256, machine.pick((4, 4096), (2, 32)), generator=torch.Generator().manual_seed(0))
     flop = flop_of(machine, partial(Llama, machine), rows)
-    found = in_turns(
+    sides = in_turns(
         machine,
         [rows] * (WARMUP + machine.pick(12, 2)),
         {
@@ -107,8 +107,8 @@ def run(machine: Machine) -> Iterator[Row]:
             "FSDP2, one rank": lambda: (Llama(machine, backend=backend, fsdp=True), ModelParallelStrategy(1, 1)),
         },
     )
-    ours, uncompiled, plain, fsdp = found.values()
-    yield from rates(machine, found, rows.numel(), flop, aim=0.45)
+    ours, uncompiled, plain, fsdp = sides.values()
+    yield from rates(machine, sides, rows.numel(), flop, aim=0.45)
     yield Row(name="tokens per second, strategy / plain Lightning", value=plain.seconds / ours.seconds, at_least=0.98)
     yield Row(name="tokens per second, strategy / FSDP2, one rank", value=fsdp.seconds / ours.seconds)
     guess = estimate(machine, rows)
@@ -129,6 +129,6 @@ def estimate(machine: Machine, rows: Tensor) -> int:
     planned.parallel_devices = [torch.device("cpu")]
     planned.cluster_environment = LightningEnvironment()
     plan = planned.plan(module)
-    found = trace(module, rows, plan.partition, plan.modalities, plan.division)
-    step = Step(module, "1f1b", 1, OptimizerStates(module, remade), found, bucket_bytes=planned.bucket_bytes)
+    traced = trace(module, rows, plan.partition, plan.modalities, plan.division)
+    step = Step(module, "1f1b", 1, OptimizerStates(module, remade), traced, bucket_bytes=planned.bucket_bytes)
     return memory_of(plan, step)[0].peak

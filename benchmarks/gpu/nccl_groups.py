@@ -25,19 +25,19 @@ Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found = [torch.empty_like(x)]
-    dist.all_gather(found, x, group=group)
-    return found[0]
+    outputs = [torch.empty_like(x)]
+    dist.all_gather(outputs, x, group=group)
+    return outputs[0]
 
 
 def _into(collective: str) -> Collective:
     def call(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        found = torch.empty_like(x)
+        output = torch.empty_like(x)
         work = getattr(torch_internals if hasattr(torch_internals, collective) else dist, collective)(
-            found, x, group=group, async_op=True
+            output, x, group=group, async_op=True
         )
         work.wait()
-        return found
+        return output
 
     return call
 
@@ -75,10 +75,10 @@ def collectives(machine: Machine) -> Iterator[Row]:
             device_id=None if machine.is_dry else machine.device,
         )
         groups = Groups(TIMEOUT, device=machine.device)
-        made = [groups.get([0], tag) for tag in TAGS]
+        process_groups = [groups.get([0], tag) for tag in TAGS]
         groups.verify("one rank")
         for name, calls in COLLECTIVES.items():
-            wrong = [str(dtype) for dtype in NUMBERS if not _returns(name, calls, dtype, made, machine)]
+            wrong = [str(dtype) for dtype in NUMBERS if not _returns(name, calls, dtype, process_groups, machine)]
             right = len(NUMBERS) - len(wrong)
             note = f"wrong or refused: {', '.join(wrong)}" if wrong else ""
             yield Row(name=f"{backend}: {name}, dtypes", value=right, at_least=len(NUMBERS), note=note)
@@ -116,5 +116,5 @@ def training(machine: Machine) -> Iterator[Row]:
             together, batching={"num_microbatches": 4}, launch={"process_group_backend": backend, "timeout": TIMEOUT}
         )
         losses = fit(Towers(SMALL), data, strategy, machine.own)
-        off = max(abs(one - other) / abs(other) for one, other in zip(losses, plain, strict=True))
+        off = max(abs(loss - expected) / abs(expected) for loss, expected in zip(losses, plain, strict=True))
         yield Row(name=f"{backend}: losses, strategy and plain Lightning: relative difference", value=off, at_most=1e-5)

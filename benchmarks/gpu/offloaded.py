@@ -61,16 +61,16 @@ def steps(machine: Machine) -> Iterator[Row]:
         raise LackingError(f"needs a GPU with {NEEDED_BYTES // 2**30} GiB")
     size = machine.pick(LARGE, towers.SMALL)
     data = towers.batches(size, WARMUP + 6, SAMPLES)
-    found: dict[tuple[str, ...], tuple[float, int]] = {}
+    measured: dict[tuple[str, ...], tuple[float, int]] = {}
     for kinds in ((), ("activations",), ("optimizer",)):
         free(machine)
         times, traces = Times(machine), [Trace(machine, kind) for kind in kinds]
         towers.fit(towers.Towers(size), data, strategy(kinds), machine.own, times, *traces, precision="bf16-mixed")
         # the traced step is the last one
-        found[kinds] = statistics.median(times.seconds()[:-1]), machine.peak_bytes()
+        measured[kinds] = statistics.median(times.seconds()[:-1]), machine.peak_bytes()
         if not kinds:
             continue
-        (step, peak), (plain, whole) = found[kinds], found[()]
+        (step, peak), (plain, whole) = measured[kinds], measured[()]
         name = f"offload: {kinds[0]}"
         yield Row(name=f"{name}: step / without", value=step / plain, note=f"{step * 1e3:.1f} / {plain * 1e3:.1f} ms")
         note = f"{peak / 2**30:.2f} / {whole / 2**30:.2f} GiB"

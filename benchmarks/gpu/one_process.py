@@ -138,7 +138,7 @@ def run(machine: Machine) -> Iterator[Row]:
     data = [batch(machine)] * (WARMUP + machine.pick(16, 2))
     tokens = data[0]["input_ids"].numel()
     flop = flop_of(machine, lambda: Qwen(machine), data[0])
-    found = in_turns(
+    sides = in_turns(
         machine,
         data,
         {
@@ -146,8 +146,8 @@ def run(machine: Machine) -> Iterator[Row]:
             "plain Lightning": lambda: (Qwen(machine), "auto"),
         },
     )
-    ours, plain = found.values()
-    yield from rates(machine, found, tokens, flop)
+    ours, plain = sides.values()
+    yield from rates(machine, sides, tokens, flop)
     yield Row(name="tokens per second, strategy / plain Lightning", value=plain.seconds / ours.seconds, at_least=0.99)
     note = f"{ours.peak_bytes / 2**30:.2f} / {plain.peak_bytes / 2**30:.2f} GiB"
     ratio = ours.peak_bytes / plain.peak_bytes
@@ -155,26 +155,26 @@ def run(machine: Machine) -> Iterator[Row]:
 
 
 def rates(
-    machine: Machine, found: Mapping[str, Side], tokens: int, flop: float, aim: float | None = None
+    machine: Machine, sides: Mapping[str, Side], tokens: int, flop: float, aim: float | None = None
 ) -> Iterator[Row]:
     """Yield tokens per second and MFU of each side, and how far the strategy's last loss is from plain Lightning's.
 
     Args:
         machine: to which the MFU refers.
-        found: sides by name, "strategy" and "plain Lightning" among them.
+        sides: sides by name, "strategy" and "plain Lightning" among them.
         tokens: of a step.
         flop: of a step.
         aim: for the MFU of the strategy.
     """
     peak = peak_of(machine)
-    for name, side in found.items():
+    for name, side in sides.items():
         note = f"{side.seconds * 1e3:.1f} ms a step of {tokens}"
         yield Row(name=f"{name}: tokens", value=tokens / side.seconds, unit="/s", note=note)
         if peak:
             mfu, note = flop / side.seconds / peak, f"of {peak / 1e12:.0f} TFLOP/s"
             yield Row(name=f"{name}: MFU", value=mfu, at_least=aim if name == "strategy" else None, note=note)
-    one, other = found["strategy"].losses[-1], found["plain Lightning"].losses[-1]
-    yield Row(name="last loss: relative difference", value=abs(one - other) / abs(other), at_most=0.01)
+    ours, plain = sides["strategy"].losses[-1], sides["plain Lightning"].losses[-1]
+    yield Row(name="last loss: relative difference", value=abs(ours - plain) / abs(plain), at_most=0.01)
 
 
 class Side(NamedTuple):
@@ -202,16 +202,16 @@ def in_turns(
         sides: by name what makes a module and its strategy.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    found = {}
+    measured = {}
     for name in (*sides, *reversed(sides)):
         times = Times(machine)
         free(machine)
         module, strategy = sides[name]()
         losses = fit(module, data, strategy, machine.own, times, precision="bf16-true")
         seconds[name] += times.seconds()
-        found[name] = Side(statistics.median(seconds[name]), losses, machine.peak_bytes())
+        measured[name] = Side(statistics.median(seconds[name]), losses, machine.peak_bytes())
         del module, strategy
-    return {name: found[name] for name in sides}
+    return {name: measured[name] for name in sides}
 
 
 def flop_of(machine: Machine, build: Callable[[], L.LightningModule], first: Any) -> float:

@@ -81,7 +81,7 @@ def one_f_one_b(machine: Machine) -> Iterator[Row]:
     title = "vision | language under 1f1b: time of a step, strategy / torch.distributed.pipelining"
     yield Row(name=title, value=ratio, at_most=1.0, note=note)
     pairs = zip(ours.results[1], theirs.results[1], strict=True)
-    off = max(abs(one - other) / abs(other) for one, other in pairs)
+    off = max(abs(loss - expected) / abs(expected) for loss, expected in pairs)
     yield Row(name="losses of both sides: relative difference", value=off, at_most=0.02)
 
 
@@ -137,7 +137,7 @@ def tensor(machine: Machine) -> Iterator[Row]:
         title = f"{name}: time of a step, strategy / DTensor"
         yield Row(name=title, value=turns.median_ratio(mine, theirs), at_most=1.0, note=note)
         pairs = zip(mine.results[0], theirs.results[0], strict=True)
-        off = max(abs(one - other) / abs(other) for one, other in pairs)
+        off = max(abs(loss - expected) / abs(expected) for loss, expected in pairs)
         yield Row(name=f"{name}: losses of both sides: relative difference", value=off, at_most=0.01)
 
 

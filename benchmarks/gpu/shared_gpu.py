@@ -162,11 +162,11 @@ def compared(title: str, world: int, run: Compared, trains: Callable[..., Any] =
 def _one_process(run: Compared) -> tuple[Recorder, State]:
     """Return what one process records of a run on the first GPU, and its parameters at the end."""
     recorder = Recorder()
-    recorder.losses, recorder.gradients, state = call_ranks(1, _alone, run, limit=LIMIT_S)[0]
+    recorder.losses, recorder.gradients, state = call_ranks(1, _train_plainly, run, limit=LIMIT_S)[0]
     return recorder, state
 
 
-def _alone(rank: int, run: Compared) -> tuple[list[float], list[State], State]:
+def _train_plainly(rank: int, run: Compared) -> tuple[list[float], list[State], State]:
     options = {key: value for key, value in run.options.items() if key not in OF_STRATEGY}
     module = run.build()
     recorder = fit_recorded(module, batches_of(run.name, run.steps), accelerator=run.accelerator, **options)
@@ -178,8 +178,8 @@ def compared_parameters(title: str, world: int, run: Compared, trains: Callable[
 
     def check() -> None:
         parameters = _one_process(run)[1]
-        (found,) = call_ranks(world, trains, [run], world, limit=LIMIT_S)[0]
-        torch.testing.assert_close(found[2], parameters, **tolerance(run.exact))
+        (trained,) = call_ranks(world, trains, [run], world, limit=LIMIT_S)[0]
+        torch.testing.assert_close(trained[2], parameters, **tolerance(run.exact))
 
     return without_difference(title, check)
 
@@ -214,9 +214,9 @@ def waits(machine: Machine) -> Iterator[Row]:
         strategy = MultimodalStrategy(
             modalities, batching={"num_microbatches": 4}, launch={"process_group_backend": backend, "timeout": TIMEOUT}
         )
-        found = run_ranks(world, _watched, machine, strategy, world, limit=LIMIT_S)
+        per_rank = run_ranks(world, _watched, machine, strategy, world, limit=LIMIT_S)
         of_gloo, others = Counter[str](), Counter[str]()
-        for place, number in sum((Counter(each) for each in found), Counter[str]()).items():
+        for place, number in sum((Counter(each) for each in per_rank), Counter[str]()).items():
             (of_gloo if "transport" in place or "codec" in place else others)[place] += number
         title = f"{world} rank{'s' * (world > 1)} over {backend}, {name}: waits of the host in a step"
         yield Row(name=title, value=sum(others.values()), at_most=0, note=_places(others))

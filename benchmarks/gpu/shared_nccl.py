@@ -36,9 +36,9 @@ LAYOUTS: list[tuple[int, str, Compared]] = [
     (2, "dp 2, zero 1", replace(shared_gpu.SHARED, fields={"language": {"sharding": {"zero_stage": 1}}})),
     (2, "dp 2, zero 3", shared_gpu.SHARED),
     *(
-        one
-        for one in shared_gpu.LAYOUTS
-        if one[1]
+        layout
+        for layout in shared_gpu.LAYOUTS
+        if layout[1]
         in (
             *("tp 2, sequence_parallel", "cp 2, ring", "vision | language pp 2", "dp 2, pp 2"),
             "vision tp 2 | language pp 3 tp 2",
@@ -88,8 +88,8 @@ def _of_experts(title: str, composition: composed_training.Composition, machine:
 
     def check() -> None:
         (expected,) = call_ranks(1, experts_over_nccl, given.alone, limit=shared_gpu.LIMIT_S)
-        found, _ = call_ranks(2, experts_over_nccl, given, limit=shared_gpu.LIMIT_S)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)  # its norms and routers compute in float32
+        weights, _ = call_ranks(2, experts_over_nccl, given, limit=shared_gpu.LIMIT_S)
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)  # its norms and routers compute in float32
 
     return shared_gpu.without_difference(title, check)
 
@@ -123,9 +123,9 @@ def memory(machine: Machine) -> Iterator[Row]:
     """Yield how much of a GPU a rank takes outside of torch's allocator: context, libraries and communicators."""
     modalities = {"vision": Modality(module="encoder", boundary="encoder"), "language": Modality(pp_size=2)}
     for world in (3,):
-        found = run_ranks(world, _outside, machine, modalities, world, limit=shared_gpu.LIMIT_S)
+        outside = run_ranks(world, _outside, machine, modalities, world, limit=shared_gpu.LIMIT_S)
         name = f"{world} NCCL ranks on one GPU, vision | language pp 2: outside of torch's allocator, of a rank"
-        yield Row(name=name, value=found[0] / 2**20, unit="MiB")
+        yield Row(name=name, value=outside[0] / 2**20, unit="MiB")
 
 
 class Taken(Callback):

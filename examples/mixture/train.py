@@ -72,7 +72,7 @@ class Counting(L.LightningDataModule):
         """Texts with themselves as labels."""
         starts = torch.randperm(self.texts).unsqueeze(1)
         words = (starts + torch.arange(LENGTH)) % WORDS
-        return DataLoader([{"input_ids": one, "labels": one} for one in words], batch_size=self.batch_size)
+        return DataLoader([{"input_ids": text, "labels": text} for text in words], batch_size=self.batch_size)
 
 
 if __name__ == "__main__":

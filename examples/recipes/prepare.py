@@ -204,7 +204,7 @@ def load_scans() -> tuple[list[Image.Image], list[int], list[int]]:
     """Scans, what they show, and in which order they are drawn; the first 384 of that order are held out."""
     bunch = load_digits()
     pixels = (bunch.images * 255 / 16).astype(np.uint8)  # (N, 8, 8)
-    scans = [Image.fromarray(one).resize((SIDE, SIDE)).convert("RGB") for one in pixels]
+    scans = [Image.fromarray(scan).resize((SIDE, SIDE)).convert("RGB") for scan in pixels]
     return scans, bunch.target.tolist(), torch.randperm(len(scans), generator=torch.Generator().manual_seed(0)).tolist()
 
 
@@ -232,8 +232,8 @@ def write_wave(path: Path, clip: np.ndarray) -> None:
 
 def llava(image: str, question: str, answer: str) -> dict[str, object]:
     """A sample as LLaVA's files have it."""
-    said = [{"from": "human", "value": f"<image>\n{question}"}, {"from": "gpt", "value": answer}]
-    return {"image": image, "conversations": said}
+    turns = [{"from": "human", "value": f"<image>\n{question}"}, {"from": "gpt", "value": answer}]
+    return {"image": image, "conversations": turns}
 
 
 def messages(files: dict[str, str], question: str, answer: str) -> dict[str, object]:
@@ -245,7 +245,7 @@ def messages(files: dict[str, str], question: str, answer: str) -> dict[str, obj
 
 def write_lines(path: Path, samples: list[dict[str, object]]) -> None:
     """One JSON object a line."""
-    path.write_text("".join(json.dumps(one) + "\n" for one in samples), encoding="utf-8")
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples), encoding="utf-8")
 
 
 def main(folder: Path, effort: float = 1.0) -> None:

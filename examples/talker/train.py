@@ -34,11 +34,11 @@ def question(draw: random.Random) -> dict[str, Tensor]:
     """Digits, which of them is asked for, and the answer: tokens and labels (S,), phonemes (P,)."""
     digits, asked = [draw.randrange(10) for _ in range(DIGITS)], draw.randrange(DIGITS)
     answer = digits[asked]
-    said = [PHONEMES.index(phoneme) for phoneme in SPOKEN[answer].split()]
+    phonemes = [PHONEMES.index(phoneme) for phoneme in SPOKEN[answer].split()]
     return {
         "input_ids": torch.tensor([*digits, 10 + asked, answer]),
         "labels": torch.tensor([-100] * (DIGITS + 1) + [answer]),
-        "phonemes": torch.tensor(said + [0] * (LONGEST - len(said))),
+        "phonemes": torch.tensor(phonemes + [0] * (LONGEST - len(phonemes))),
     }
 
 

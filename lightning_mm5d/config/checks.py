@@ -162,21 +162,21 @@ def _check_sizes(field: str, modality: Modality) -> None:
 
 
 def _check_sequence_parallel(field: str, modality: Modality) -> None:
-    said: object = modality.tensor.sequence_parallel
-    if not isinstance(said, bool) and said != "ring":
-        fix = did_you_mean(said, ["true", "false", "ring"])
-        raise ConfigError(f"{field}.tensor.sequence_parallel", said, "It is true, false or ring", fix)
+    setting: object = modality.tensor.sequence_parallel
+    if not isinstance(setting, bool) and setting != "ring":
+        fix = did_you_mean(setting, ["true", "false", "ring"])
+        raise ConfigError(f"{field}.tensor.sequence_parallel", setting, "It is true, false or ring", fix)
 
 
 def _check_context(field: str, modality: Modality, *, is_encoder: bool) -> None:
     mode, size, inner = modality.context.cp_mode, modality.cp_size, modality.context.ulysses_size
     _check_inner_ring(f"{field}.context.inner_ring_size", modality)
     for name in ("cp_mode", "cp_distribution"):
-        known = get_args(get_type_hints(ContextOptions)[name])
-        got = getattr(modality.context, name)
-        if got not in known:
-            rule = f"It is one of {', '.join(known)}"
-            raise ConfigError(f"{field}.context.{name}", got, rule, did_you_mean(got, known))
+        choices = get_args(get_type_hints(ContextOptions)[name])
+        choice = getattr(modality.context, name)
+        if choice not in choices:
+            rule = f"It is one of {', '.join(choices)}"
+            raise ConfigError(f"{field}.context.{name}", choice, rule, did_you_mean(choice, choices))
     if mode == "items" and not is_encoder:
         rule = "Items are whole images, frames or clips of an encoder, and this modality is none"
         raise ConfigError(f"{field}.context.cp_mode", mode, rule, "Use 'allgather', 'ring' or 'ulysses'")
@@ -187,7 +187,7 @@ def _check_context(field: str, modality: Modality, *, is_encoder: bool) -> None:
         return
     if size == 1 and inner is None:
         return
-    proper = [one for one in range(2, size) if size % one == 0]
+    proper = [divisor for divisor in range(2, size) if size % divisor == 0]
     if not proper:
         rule = f"A hybrid has groups of several ranks, and several groups: cp_size={size} has no such divisor"
         raise ConfigError(f"{field}.context.cp_mode", mode, rule, "Use 'ring' or 'ulysses', or a cp_size such as 4")
@@ -206,18 +206,18 @@ def _check_inner_ring(field: str, modality: Modality) -> None:
         raise ConfigError(field, inner, rule, "Leave it unset, or use cp_mode='ring'")
     if size % inner:
         rule = f"Inner rings are of equal sizes, so it divides cp_size={size}"
-        fits = [one for one in range(1, size + 1) if size % one == 0]
+        fits = [divisor for divisor in range(1, size + 1) if size % divisor == 0]
         raise ConfigError(field, inner, rule, f"Use {one_of(fits)}")
 
 
 def _check_vocabulary(field: str, modality: Modality) -> None:
-    said = modality.tensor.make_vocab_size_divisible_by
-    if said is None:
+    multiple = modality.tensor.make_vocab_size_divisible_by
+    if multiple is None:
         return
-    check_count(field, said)
+    check_count(field, multiple)
     if modality.tp_size == 1:
         rule = "It is said of the rows of a vocabulary that each tensor parallel rank holds, and tp_size is 1"
-        raise ConfigError(field, said, rule, "Leave it unset, or use tp_size=2 or more")
+        raise ConfigError(field, multiple, rule, "Leave it unset, or use tp_size=2 or more")
 
 
 def check_template(field: str, template: object) -> None:
@@ -344,11 +344,11 @@ def _check_shared_stage(name: str, modality: Modality, owner: str, pp: int, shar
         fix = f"The nearest is '{owner}.{shared.stages - 1}'"
         raise ConfigError(f"modalities.{name}.colocate_with", modality.colocate_with, rule, fix)
     for size in ("dp_size", "dp_shard_size", "tp_size", "cp_size"):
-        own, others = value_of(modality, size), value_of(shared, size)
-        if own != others and (size != "dp_size" or None not in (own, others)):
-            rule = f"Its last stage shares the ranks of '{owner}.{pp}', so {size} is that of {owner!r}, {others}"
-            fix = f"Use {size}={others}, or leave colocate_with unset"
-            raise ConfigError(f"modalities.{name}.{path_of(size)}", own, rule, fix)
+        own_size, shared_size = value_of(modality, size), value_of(shared, size)
+        if own_size != shared_size and (size != "dp_size" or None not in (own_size, shared_size)):
+            rule = f"Its last stage shares the ranks of '{owner}.{pp}', so {size} is that of {owner!r}, {shared_size}"
+            fix = f"Use {size}={shared_size}, or leave colocate_with unset"
+            raise ConfigError(f"modalities.{name}.{path_of(size)}", own_size, rule, fix)
 
 
 def _check_microbatches(number: object, size: object) -> None:
@@ -377,8 +377,8 @@ def _check_cost(field: str, modality: Modality) -> None:
     if _is_list(cost) and len(cost) != ranks:
         rule = f"A list has one number for each of the {ranks} pipeline ranks"
         raise ConfigError(field, cost, rule, f"Give {ranks}, or one number for all")
-    for one in cost if _is_list(cost) else [cost]:
-        if isinstance(one, bool) or not isinstance(one, int | float) or not 0 < one < math.inf:
+    for rank_cost in cost if _is_list(cost) else [cost]:
+        if isinstance(rank_cost, bool) or not isinstance(rank_cost, int | float) or not 0 < rank_cost < math.inf:
             raise ConfigError(field, cost, "A forward takes a positive, finite time", "Use for instance 1.0")
 
 

@@ -75,15 +75,15 @@ class RemoteParameterError(RuntimeError):
     """A value was asked of a parameter that other ranks hold."""
 
 
-def repeated(error: E, rank: int, said: str) -> E:
+def repeated(error: E, rank: int, failure: str) -> E:
     """Return `error`, which repeats that of another rank, with a note by which that rank is blamed.
 
     Args:
         error: of this rank.
         rank: that failed.
-        said: type and text of its error; the first line is taken.
+        failure: type and text of its error; the first line is taken.
     """
-    error.add_note(f"rank {rank} {FAILED_FIRST} {said.strip().partition(chr(10))[0]}")
+    error.add_note(f"rank {rank} {FAILED_FIRST} {failure.strip().partition(chr(10))[0]}")
     return error
 
 

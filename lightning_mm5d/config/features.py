@@ -64,8 +64,8 @@ class Registered(NamedTuple):
 
     def said(self, modality: object) -> dict[str, Any]:
         """Return what `modality` says of the feature, without values that leave it out."""
-        found = {field: value_of(modality, field) for field in self.modality}
-        return {field: got for field, got in found.items() if got != self.modality[field]}
+        values = {field: value_of(modality, field) for field in self.modality}
+        return {field: value for field, value in values.items() if value != self.modality[field]}
 
 
 FEATURES = (
@@ -140,8 +140,8 @@ def schedules() -> list[str]:
 
 def part_of(part: str) -> ModuleType:
     """Return the module `part` of the one feature that has it, which something of its own that is set needs."""
-    (found,) = parts(part)
-    return found
+    (module,) = parts(part)
+    return module
 
 
 def owned(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,8 +169,8 @@ def refuse_absent(fields: Mapping[str, Any]) -> None:
         wanted = {
             path_of(name): fields[name] for name, unset in feature.options.items() if fields.get(name, unset) != unset
         }
-        for name, one in (fields.get("modalities") or {}).items():
-            wanted |= {f"modalities.{name}.{path_of(field)}": got for field, got in feature.said(one).items()}
+        for name, modality in (fields.get("modalities") or {}).items():
+            wanted |= {f"modalities.{name}.{path_of(field)}": value for field, value in feature.said(modality).items()}
         for field, got in wanted.items() if _spec(feature) is None else ():
             rule = f"This installation comes without the feature {feature.name!r}"
             raise ConfigError(field, got, rule, "Leave it unset, or install the whole package")

@@ -330,98 +330,98 @@ def value_of(holder: object, name: str) -> Any:
 
 def with_fields(holder: T, **values: Any) -> T:
     """Return a modality with other values of these fields, in whatever groups they are."""
-    made: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for name, value in values.items():
         if name in _OWNERS:
             group = _OWNERS[name]
-            made[group] = replace(made.get(group, getattr(holder, group)), **{name: value})
+            changes[group] = replace(changes.get(group, getattr(holder, group)), **{name: value})
         else:
-            made[name] = value
-    return replace(holder, **made)  # type: ignore[type-var]
+            changes[name] = value
+    return replace(holder, **changes)  # type: ignore[type-var]
 
 
-def in_groups(groups: Mapping[str, type], said: Mapping[str, Any], field: str, stacklevel: int = 3) -> dict[str, Any]:
+def in_groups(groups: Mapping[str, type], values: Mapping[str, Any], field: str, stacklevel: int = 3) -> dict[str, Any]:
     """Return what is said, with names that lack their group put into it.
 
     Args:
         groups: by name, the dataclass of each.
-        said: by name of a field or group.
+        values: by name of a field or group.
         field: path of what is said, which is empty for the strategy.
         stacklevel: of the warning.
 
     Raises:
         ConfigError: a field is said with and without its group.
     """
-    flat = [name for name in said if _OWNERS.get(name) in groups and name not in groups]
-    found = {name: value for name, value in said.items() if name not in flat}
+    flat = [name for name in values if _OWNERS.get(name) in groups and name not in groups]
+    grouped = {name: value for name, value in values.items() if name not in flat}
     start = f"{field}." if field else ""
     for name in flat:
         group = _OWNERS[name]
-        before = found.get(group) or {}
+        before = grouped.get(group) or {}
         if not isinstance(before, Mapping | groups[group]):
             continue  # it is refused later
         usual = getattr(groups[group](), name)
-        there = before.get(name, usual) if isinstance(before, Mapping) else getattr(before, name)
-        if there not in (usual, said[name]):
-            rule = f"{start}{path_of(name)}={there!r} says it already"
-            raise ConfigError(f"{start}{name}", said[name], rule, f"Say {start}{path_of(name)} alone")
-        one: dict[str, Any] = {name: said[name]}
-        found[group] = {**before, **one} if isinstance(before, Mapping) else replace(before, **one)  # type: ignore[type-var]
+        grouped_value = before.get(name, usual) if isinstance(before, Mapping) else getattr(before, name)
+        if grouped_value not in (usual, values[name]):
+            rule = f"{start}{path_of(name)}={grouped_value!r} says it already"
+            raise ConfigError(f"{start}{name}", values[name], rule, f"Say {start}{path_of(name)} alone")
+        update: dict[str, Any] = {name: values[name]}
+        grouped[group] = {**before, **update} if isinstance(before, Mapping) else replace(before, **update)  # type: ignore[type-var]
     if flat:
         moved = ", ".join(f"{start}{name} is now {start}{path_of(name)}" for name in flat)
         text = f"Fields are in groups: {moved}. Names without their group are taken in this release only"
         warnings.warn(text, FutureWarning, stacklevel=stacklevel)
-    return found
+    return grouped
 
 
-def made_groups(groups: Mapping[str, type], said: Mapping[str, Any], field: str) -> dict[str, Any]:
+def made_groups(groups: Mapping[str, type], options: Mapping[str, Any], field: str) -> dict[str, Any]:
     """Return what is said, with a dataclass in place of each mapping of a group's fields; of all groups.
 
     Args:
         groups: by name, the dataclass of each.
-        said: by name of a field or group.
+        options: by name of a field or group.
         field: path of what is said, which is empty for the strategy.
 
     Raises:
         ConfigError: a group is no mapping, or it has no such field.
     """
-    found, start = dict(said), f"{field}." if field else ""
+    built, start = dict(options), f"{field}." if field else ""
     for group, kind in groups.items():
-        value = {} if found.get(group) is None else found[group]
+        value = {} if built.get(group) is None else built[group]
         if isinstance(value, kind):
             continue
         if not isinstance(value, Mapping):
             names = names_of(kind)
             fix = f"Write {{{group}: {{{names[0]}: {value}}}}}" if len(names) == 1 else "Name the field"
             raise ConfigError(f"{start}{group}", value, f"It is a group of fields: {', '.join(names)}", fix)
-        found[group] = made(f"{start}{group}", kind, value)
-    return found
+        built[group] = made(f"{start}{group}", kind, value)
+    return built
 
 
-def made(field: str, kind: type[T], said: Mapping[str, Any]) -> T:
+def made(field: str, kind: type[T], options: Mapping[str, Any]) -> T:
     """Return the dataclass whose fields are said, which may have values of any type.
 
     Args:
         field: path of the mapping.
         kind: the dataclass.
-        said: its fields by name.
+        options: its fields by name.
 
     Raises:
         ConfigError: there is no such field.
     """
-    for name, value in said.items():
-        if name not in (own := names_of(kind)):
-            inner = [path_of(one) for group in OF_MODALITY if group in own for one in names_of(OF_MODALITY[group])]
-            known = [one for one in own if one not in OF_MODALITY] + inner
+    for name, value in options.items():
+        if name not in (names := names_of(kind)):
+            inner = [path_of(key) for group in OF_MODALITY if group in names for key in names_of(OF_MODALITY[group])]
+            known = [key for key in names if key not in OF_MODALITY] + inner
             fix = f"Write {path_of(name)}" if name in _OWNERS else did_you_mean(name, known)
             if name in (BESIDE if kind in OF_MODALITY.values() else FIELDS):
                 fix = f"Write {name} beside {field.split('.')[-1]}, not in it"
             rule, (head, _, tail) = "There is no such field", str(name).partition(".")
-            types = {one.name: one.type for one in fields(OF_MODALITY[head])} if head in OF_MODALITY else {}
-            if head in own and tail in types:  # what a parser of options could not put into the field
+            types = {spec.name: spec.type for spec in fields(OF_MODALITY[head])} if head in OF_MODALITY else {}
+            if head in names and tail in types:  # what a parser of options could not put into the field
                 rule, fix = "It is of another type", f"Write a value of {types[tail]}"
             raise ConfigError(f"{field}.{name}", value, rule, fix)
-    return kind(**said)
+    return kind(**options)
 
 
 def accepts_mappings(kind: type[T]) -> type[T]:
@@ -433,8 +433,8 @@ def accepts_mappings(kind: type[T]) -> type[T]:
     ungrouped = [(each.name, each.type) for group in OF_MODALITY.values() for each in fields(group)]
 
     @wraps(constructor)
-    def construct(self: T, **said: Any) -> None:
-        given = {name: value for name, value in said.items() if value is not None or name not in _OWNERS}
+    def construct(self: T, **options: Any) -> None:
+        given = {name: value for name, value in options.items() if value is not None or name not in _OWNERS}
         given = in_groups(OF_MODALITY, given, "")
         for group, each in OF_MODALITY.items():
             value = {} if given.get(group) is None else given[group]
@@ -452,7 +452,7 @@ def accepts_mappings(kind: type[T]) -> type[T]:
     return kind
 
 
-def option_values(said: Mapping[str, Any]) -> dict[str, Any]:
+def option_values(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a user says to the strategy by the names of fields, without groups; of all fields in groups.
 
     A word in place of the group ``checkpoint`` is its format.
@@ -460,7 +460,7 @@ def option_values(said: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: a group is no mapping, or it has no such field.
     """
-    given = dict(said)
+    given = dict(options)
     if isinstance(kind := given.get("checkpoint"), str):
         given["checkpoint"] = {"checkpoint_format": kind}
     given = made_groups(OF_STRATEGY, in_groups(OF_STRATEGY, given, "", stacklevel=4), "")
@@ -468,20 +468,20 @@ def option_values(said: Mapping[str, Any]) -> dict[str, Any]:
     return given | {name: getattr(group, name) for group in groups for name in names_of(type(group))}
 
 
-def refuse_unknown(said: Mapping[str, Any]) -> None:
+def refuse_unknown(options: Mapping[str, Any]) -> None:
     """Refuse names that the strategy does not take.
 
     Raises:
         ConfigError: at the first such name.
     """
     taken = signature(fields_of_strategy).parameters.keys() - {"unknown"}
-    for name in sorted(said.keys() - {*FIELDS, *OBJECTS, *taken}):
+    for name in sorted(options.keys() - {*FIELDS, *OBJECTS, *taken}):
         fix = f"{did_you_mean(name, [*map(path_of, taken), *FIELDS]).split('? ')[0]}? There are {', '.join(FIELDS)}"
         if name in _owners(OF_STRATEGY):
             fix = f"Write {path_of(name)}"
         elif name in {*BESIDE, *OF_MODALITY, *_OWNERS}:
             fix = f"It is a field of a modality: write modalities.<name>.{path_of(name)}, for instance of 'language'"
-        raise ConfigError(name, said[name], "The strategy has no such field", fix)
+        raise ConfigError(name, options[name], "The strategy has no such field", fix)
 
 
 def fields_of_strategy(
@@ -522,6 +522,6 @@ def fields_of_strategy(
     Raises:
         ConfigError: there is no such field.
     """
-    said = {name: value for name, value in locals().items() if value is not None and name != "unknown"}
+    options = {name: value for name, value in locals().items() if value is not None and name != "unknown"}
     refuse_unknown(unknown)
-    return said
+    return options

@@ -111,7 +111,7 @@ class Modality(Shown):
         """Number of pipeline ranks of each replica, where `pipelines` lists them: ``(4, 3)``; else nothing."""
         if not isinstance(self.pipeline.pipelines, list | tuple):
             return ()
-        return tuple(one.num_stages if isinstance(one, PipelineTemplate) else one for one in self.pipeline.pipelines)
+        return tuple(pp.num_stages if isinstance(pp, PipelineTemplate) else pp for pp in self.pipeline.pipelines)
 
     @property
     def stages(self) -> int:
@@ -195,12 +195,12 @@ def for_schedule(modalities: Mapping[str, Modality], schedule: object, loss_moda
     So it does of the language model and of other modalities that run after it. What the user said about chunks or
     layers per stage stays, and so do modalities with one pipeline rank.
     """
-    found = dict(modalities)
-    if schedule != "zbv" or any(not isinstance(other.feeds, str) for other in found.values()):
-        return found  # lists in `feeds` count the stages that the user sees
-    decoders = decoders_of(found)
-    for name in {loss_modality: None, **({main_modality_of(found): None} if decoders else {}), **decoders}:
-        modality = found.get(name)
+    adapted = dict(modalities)
+    if schedule != "zbv" or any(not isinstance(other.feeds, str) for other in adapted.values()):
+        return adapted  # lists in `feeds` count the stages that the user sees
+    decoders = decoders_of(adapted)
+    for name in {loss_modality: None, **({main_modality_of(adapted): None} if decoders else {}), **decoders}:
+        modality = adapted.get(name)
         if (
             modality is None
             or modality.pipeline.pipelines is not None
@@ -209,8 +209,8 @@ def for_schedule(modalities: Mapping[str, Modality], schedule: object, loss_moda
             or modality.pipeline.pipeline_template is not None
         ):
             continue
-        found[name] = with_fields(modality, pp_chunks=2)
-    return found
+        adapted[name] = with_fields(modality, pp_chunks=2)
+    return adapted
 
 
 def colocated_dp(name: str, modality: Modality, owner_ranks: int) -> int:
@@ -264,14 +264,14 @@ def loss_modality_of(modalities: Mapping[str, Modality]) -> str:
 
 def decoders_of(modalities: Mapping[str, Modality]) -> dict[str, tuple[str, ...]]:
     """Return the modalities that run after others, each with the names of those that it feeds from."""
-    found: dict[str, tuple[str, ...]] = {}
+    decoders: dict[str, tuple[str, ...]] = {}
     for name, modality in modalities.items():
-        said = modality.feeds_from
-        if said is None and modality.module is None and canonical_name(name) in _DECODERS and len(modalities) > 1:
-            said = _main_of({one: other for one, other in modalities.items() if canonical_name(one) not in _DECODERS})
-        if isinstance(said, str | list | tuple):
-            found[name] = (said,) if isinstance(said, str) else tuple(said)
-    return found
+        sources = modality.feeds_from
+        if sources is None and modality.module is None and canonical_name(name) in _DECODERS and len(modalities) > 1:
+            sources = _main_of({key: spec for key, spec in modalities.items() if canonical_name(key) not in _DECODERS})
+        if isinstance(sources, str | list | tuple):
+            decoders[name] = (sources,) if isinstance(sources, str) else tuple(sources)
+    return decoders
 
 
 def main_modality_of(modalities: Mapping[str, Modality]) -> str:
@@ -304,14 +304,14 @@ def canonical_name(name: str) -> str | None:
 
 
 @overload
-def as_modalities(said: Mapping[str, Any]) -> dict[str, Modality]: ...
+def as_modalities(modalities: Mapping[str, Any]) -> dict[str, Modality]: ...
 
 
 @overload
-def as_modalities(said: object) -> Any: ...
+def as_modalities(modalities: object) -> Any: ...
 
 
-def as_modalities(said: object) -> Any:
+def as_modalities(modalities: object) -> Any:
     """Return the same modalities, each as a `Modality`: ``2`` is ``Modality(pp_size=2)``.
 
     What is neither stays as it is, for the check of modalities to refuse.
@@ -319,42 +319,42 @@ def as_modalities(said: object) -> Any:
     Raises:
         ConfigError: a mapping names a field that does not exist.
     """
-    if isinstance(path := getattr(said, "key", None), str):  # an option before which nothing names a modality
-        said = {path: getattr(said, "val", None)}
-    if not isinstance(said, Mapping):
-        return said
-    return {name: _modality(name, one) for name, one in said.items()}
+    if isinstance(path := getattr(modalities, "key", None), str):  # an option before which nothing names a modality
+        modalities = {path: getattr(modalities, "val", None)}
+    if not isinstance(modalities, Mapping):
+        return modalities
+    return {name: _modality(name, spec) for name, spec in modalities.items()}
 
 
-def _modality(name: object, said: object) -> Any:
+def _modality(name: object, spec: object) -> Any:
     owner, dot, field = str(name).partition(".")
-    if dot and isinstance(said, int | str):  # an option names a field of a modality that no file has
+    if dot and isinstance(spec, int | str):  # an option names a field of a modality that no file has
         known = names_of(Modality)
-        fix = f"Write modalities={{{owner}: {{{field}: {said}}}}}" if field in known else did_you_mean(field, known)
-        raise ConfigError(f"modalities.{name}", said, f"There is no modality {owner!r} with such a field", fix)
+        fix = f"Write modalities={{{owner}: {{{field}: {spec}}}}}" if field in known else did_you_mean(field, known)
+        raise ConfigError(f"modalities.{name}", spec, f"There is no modality {owner!r} with such a field", fix)
     path = f"modalities.{name}"
-    if callable(as_dict := getattr(said, "as_dict", None)):  # of a parser, to which the type of a field is wrong
-        said = Modality(**as_dict())
-    if isinstance(said, Mapping):
-        given = in_groups(OF_MODALITY, said, path, stacklevel=6)
-        said = made(path, Modality, made_groups(OF_MODALITY, given, path))
-    if isinstance(said, Modality):
-        groups = made_groups(OF_MODALITY, {group: getattr(said, group) for group in OF_MODALITY}, path)
-        return replace(said, **groups | {"pipeline": _with_templates(f"{path}.pipeline", groups["pipeline"])})
-    return Modality(pp_size=said) if isinstance(said, int) and not isinstance(said, bool) else said
+    if callable(as_dict := getattr(spec, "as_dict", None)):  # of a parser, to which the type of a field is wrong
+        spec = Modality(**as_dict())
+    if isinstance(spec, Mapping):
+        given = in_groups(OF_MODALITY, spec, path, stacklevel=6)
+        spec = made(path, Modality, made_groups(OF_MODALITY, given, path))
+    if isinstance(spec, Modality):
+        groups = made_groups(OF_MODALITY, {group: getattr(spec, group) for group in OF_MODALITY}, path)
+        return replace(spec, **groups | {"pipeline": _with_templates(f"{path}.pipeline", groups["pipeline"])})
+    return Modality(pp_size=spec) if isinstance(spec, int) and not isinstance(spec, bool) else spec
 
 
-def _with_templates(field: str, said: PipelineOptions) -> PipelineOptions:
+def _with_templates(field: str, pipeline: PipelineOptions) -> PipelineOptions:
     """The same, with a `PipelineTemplate` in place of each mapping of its fields."""
     values: dict[str, Any] = {}
-    if isinstance(template := said.pipeline_template, Mapping):
+    if isinstance(template := pipeline.pipeline_template, Mapping):
         values["pipeline_template"] = made(f"{field}.pipeline_template", PipelineTemplate, template)
-    if isinstance(listed := said.pipelines, list | tuple):
+    if isinstance(listed := pipeline.pipelines, list | tuple):
         values["pipelines"] = [
-            made(f"{field}.pipelines[{index}]", PipelineTemplate, one) if isinstance(one, Mapping) else one
-            for index, one in enumerate(listed)
+            made(f"{field}.pipelines[{index}]", PipelineTemplate, spec) if isinstance(spec, Mapping) else spec
+            for index, spec in enumerate(listed)
         ]
-    return replace(said, **values)
+    return replace(pipeline, **values)
 
 
 Where = Literal["first", "all", "ends", "last"] | list[int]
@@ -368,17 +368,17 @@ def consumers_of(modalities: Mapping[str, Modality]) -> dict[str, dict[str, Wher
     ``{"language": {"talker": "ends"}, "vision": {"language": "first"}}``.
     """
     main, loss, decoders = main_modality_of(modalities), loss_modality_of(modalities), decoders_of(modalities)
-    found: dict[str, dict[str, Where]] = {name: {} for name in modalities if name != loss}
-    for name, fed in found.items():
+    consumers: dict[str, dict[str, Where]] = {name: {} for name in modalities if name != loss}
+    for name, fed in consumers.items():
         if name != main and name not in decoders:
             fed[main] = modalities[name].feeds
     for decoder, sources in decoders.items():
         for source in sources:
-            found[source][decoder] = "ends"
+            consumers[source][decoder] = "ends"
     for name in (main, *decoders):
         if name != loss:
-            found[name].setdefault(loss, "last")
-    return found
+            consumers[name].setdefault(loss, "last")
+    return consumers
 
 
 def running_order(modalities: Mapping[str, Modality]) -> tuple[str, ...]:
@@ -398,20 +398,20 @@ def check_feeds_from(modalities: Mapping[str, Modality]) -> None:
         ConfigError: at the first ``feeds_from`` that cannot work.
     """
     for name, modality in modalities.items():
-        said, field = modality.feeds_from, f"modalities.{name}.feeds_from"
-        if said is None:
+        feed, field = modality.feeds_from, f"modalities.{name}.feeds_from"
+        if feed is None:
             continue
-        if not isinstance(said, str | list | tuple) or not said or not all(isinstance(one, str) for one in said):
+        if not isinstance(feed, str | list | tuple) or not feed or not all(isinstance(source, str) for source in feed):
             rule = "It is the name of a modality, or a list of names"
-            raise ConfigError(field, said, rule, "Use for instance 'language'")
-        sources = [said] if isinstance(said, str) else list(said)
+            raise ConfigError(field, feed, rule, "Use for instance 'language'")
+        sources = [feed] if isinstance(feed, str) else list(feed)
         others = [other for other in modalities if other != name]
         for source in sources:
             if source not in others:
                 rule = "It names another modality, whose result this one computes with"
-                raise ConfigError(field, said, rule, did_you_mean(source, others) if others else "Leave it unset")
+                raise ConfigError(field, feed, rule, did_you_mean(source, others) if others else "Leave it unset")
             if sources.count(source) > 1:
-                raise ConfigError(field, said, "Each modality is named once", f"Use {list(dict.fromkeys(sources))}")
+                raise ConfigError(field, feed, "Each modality is named once", f"Use {list(dict.fromkeys(sources))}")
     decoders = decoders_of(modalities)
     for name, modality in modalities.items():
         if name in decoders and modality.feeds != "first":

@@ -65,7 +65,7 @@ def _is_imported(names: Sequence[str]) -> bool:
 @lru_cache(maxsize=1)
 def _are_one_version() -> bool:
     try:
-        one, other = map(version, _DISTRIBUTIONS)
+        lightning, pytorch_lightning = map(version, _DISTRIBUTIONS)
     except PackageNotFoundError:
         return False
-    return one == other
+    return lightning == pytorch_lightning

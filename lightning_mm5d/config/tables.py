@@ -60,22 +60,22 @@ _BY_NAME = {name.lower(): size for name, size in _UNITS.items()}
 _MOST_BYTES = 2**63
 
 
-def bytes_of(field: str, said: object, usual: str = "80GiB") -> int:
+def bytes_of(field: str, amount: object, usual: str = "80GiB") -> int:
     """Return a number of bytes: ``16_000_000_000`` of ``"16GB"``, 1024**3 of ``"1GiB"``, and numbers as they are.
 
     Args:
         field: path of the field, for the error.
-        said: a number, or a number and a unit.
+        amount: a number, or a number and a unit.
         usual: what would work, for the error.
 
     Raises:
         ConfigError: it is neither, or not above 0, or more than any machine has.
     """
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)", str(said).strip())
-    size = float(found[1]) * _BY_NAME.get(found[2].lower(), 0) if found else 0.0
-    if not 1 <= size < _MOST_BYTES or isinstance(said, bool):
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)", str(amount).strip())
+    size = float(match[1]) * _BY_NAME.get(match[2].lower(), 0) if match else 0.0
+    if not 1 <= size < _MOST_BYTES or isinstance(amount, bool):
         rule = f"It is a number of bytes, or a number with one of {', '.join(name for name in _UNITS if name)}"
-        raise ConfigError(field, said, rule, f"Write for instance {usual}")
+        raise ConfigError(field, amount, rule, f"Write for instance {usual}")
     return int(size)
 
 

@@ -84,7 +84,7 @@ def per_replica(hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(hook)
     def mapped(batch: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(batch, Batches):
-            return type(batch)(mapped(one, *args, **kwargs) for one in batch)
+            return type(batch)(mapped(inner, *args, **kwargs) for inner in batch)
         return hook(batch, *args, **kwargs)
 
     return mapped

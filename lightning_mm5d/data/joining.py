@@ -105,8 +105,8 @@ def merge(
         fields = [dict(children_of(output) or ()) for output in outputs]
         if any(list(other) != list(fields[0]) for other in fields):
             return outputs
-        inside = {step: [other[step] for other in fields] for step in fields[0]}
-        merged = [merge(one, samples, f"{where}[{step!r}]", tells=tells, reads=reads) for step, one in inside.items()]
+        tree = {step: [other[step] for other in fields] for step in fields[0]}
+        merged = [merge(nodes, samples, f"{where}[{step!r}]", tells=tells, reads=reads) for step, nodes in tree.items()]
         return rebuilt(first, merged)
     return first if all(output == first for output in outputs) else outputs
 
@@ -195,7 +195,7 @@ def _without(output: torch.Tensor, dim: int) -> tuple[int, ...]:
 
 def _are_rows(outputs: Sequence[Any], samples: Sequence[int]) -> bool:
     """Whether arrays hold one row per sample, of one shape."""
-    return all(one.shape == (size, *outputs[0].shape[1:]) for one, size in zip(outputs, samples, strict=True))
+    return all(output.shape == (size, *outputs[0].shape[1:]) for output, size in zip(outputs, samples, strict=True))
 
 
 def _hold_samples(outputs: list[Any], samples: Sequence[int]) -> bool:

@@ -75,11 +75,11 @@ class Waiting(Tensor):
 
     @staticmethod
     def __new__(cls, host: Tensor, device: torch.device, move: Callable[[], Tensor]) -> Waiting:
-        made: Waiting = Tensor._make_wrapper_subclass(
+        waiting: Waiting = Tensor._make_wrapper_subclass(
             cls, host.shape, strides=host.stride(), dtype=host.dtype, device=device
         )
-        made._host, made._moved, made._move = host, None, move
-        return made
+        waiting._host, waiting._moved, waiting._move = host, None, move
+        return waiting
 
     def moved(self) -> Tensor:
         """Return the values on the device; the same tensor each time."""
@@ -174,14 +174,14 @@ class Kept:
         return bool(self._flag)
 
 
-_kept: Kept | bool = False
+_stay_lazy: Kept | bool = False
 """in this process, which is a worker's"""
 
 
-def keep_in_worker(kept: Kept) -> None:
-    """Let this worker ask `kept` from now on."""
-    global _kept
-    _kept = kept
+def keep_in_worker(flag: Kept) -> None:
+    """Let this worker ask `flag` from now on."""
+    global _stay_lazy
+    _stay_lazy = flag
 
 
 class _Source:
@@ -251,7 +251,7 @@ def _outside_of_steps(default: torch.dtype) -> Iterator[None]:
     torch.set_default_dtype(default)
     try:
         with ExitStack() as stack:
-            for kind in {"cpu", *((found.type,) if (found := torch.accelerator.current_accelerator()) else ())}:
+            for kind in {"cpu", *((device.type,) if (device := torch.accelerator.current_accelerator()) else ())}:
                 if torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, enabled=False))
             yield
@@ -263,7 +263,7 @@ def _loads_in_worker(sources: Sequence[_Source]) -> bool:
     """Whether this process is a worker that loads these: where the main process wants it, or could not."""
     if get_worker_info() is None:
         return False
-    if not _kept:
+    if not _stay_lazy:
         return True
     try:
         pickle.dumps([source.load for source in sources])
@@ -334,7 +334,7 @@ class LazyTensor(Waiting):
         source = _Source(load, tuple(shape), dtype)
         if _loads_in_worker([source]):
             source.values()  # here, where a worker is seeded and can raise
-        return _made((_Piece(source, 0, shape[0]),), tuple(shape), dtype, _CPU)
+        return _lazy((_Piece(source, 0, shape[0]),), tuple(shape), dtype, _CPU)
 
     def rows(self, start: int, end: int) -> Tensor:
         """Return the rows ``[start, end)``: of what was read, or which are loaded by themselves and not seen here."""
@@ -385,9 +385,9 @@ class LazyTensor(Waiting):
         return self._key
 
     def _of(self, pieces: Any) -> LazyTensor:
-        found = tuple(pieces)
-        rows = sum(piece.end - piece.start for piece in found)
-        return _made(found, (rows, *self.shape[1:]), self.dtype, self.device)
+        new_pieces = tuple(pieces)
+        rows = sum(piece.end - piece.start for piece in new_pieces)
+        return _lazy(new_pieces, (rows, *self.shape[1:]), self.dtype, self.device)
 
     def _cut(self, start: int, end: int) -> Iterator[_Piece]:
         """Yield the pieces of the rows ``[start, end)``."""
@@ -431,9 +431,9 @@ class LazyTensor(Waiting):
     def _as(self, dtype: torch.dtype, device: torch.device) -> LazyTensor:
         casts = () if dtype == self.dtype else (dtype,)
         pieces = tuple(piece._replace(casts=piece.casts + casts) for piece in self._pieces)
-        made = _made(pieces, tuple(self.shape), dtype, device)
-        made._key, made._read = self._key, self._read
-        return made
+        tensor = _lazy(pieces, tuple(self.shape), dtype, device)
+        tensor._key, tensor._read = self._key, self._read
+        return tensor
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         values: Tensor | Exception | None = self._moved
@@ -447,11 +447,11 @@ class LazyTensor(Waiting):
         return _rebuilt, (pieces, tuple(self.shape), self.dtype, key, values)
 
 
-def _made(pieces: tuple[_Piece, ...], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> LazyTensor:
+def _lazy(pieces: tuple[_Piece, ...], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> LazyTensor:
     form = torch.empty(shape, dtype=dtype, device="meta")
-    made: LazyTensor = Tensor._make_wrapper_subclass(LazyTensor, form.shape, dtype=dtype, device=device)
-    made._host, made._moved, made._pieces, made._key, made._read = form, None, pieces, None, _Read()
-    return made
+    tensor: LazyTensor = Tensor._make_wrapper_subclass(LazyTensor, form.shape, dtype=dtype, device=device)
+    tensor._host, tensor._moved, tensor._pieces, tensor._key, tensor._read = form, None, pieces, None, _Read()
+    return tensor
 
 
 def _rebuilt(
@@ -466,9 +466,9 @@ def _rebuilt(
         assert values is not None
         source = _Source(_Loaded(values), shape, dtype)
         pieces = (_Piece(source, 0, shape[0]),)
-    made = _made(pieces, shape, dtype, _CPU)
-    made._key = key
-    return made
+    tensor = _lazy(pieces, shape, dtype, _CPU)
+    tensor._key = key
+    return tensor
 
 
 def _sent(error: Exception) -> Exception:
@@ -528,11 +528,11 @@ def _joined(tensors: Sequence[LazyTensor], *, is_stack: bool) -> LazyTensor:
     first, shape = tensors[0], tuple(tensors[0].shape)
     if is_stack:
         rows = [tensor._pieces[0].source.row() for tensor in tensors]
-        return _made(tuple(_Piece(one, 0, 1) for one in rows), (len(rows), *shape), first.dtype, first.device)
-    found = [piece for tensor in tensors for piece in tensor._pieces]
-    sources = {piece.source: piece.source.again() for piece in found}
-    pieces = tuple(piece._replace(source=sources[piece.source]) for piece in found)
-    return _made(pieces, (sum(len(tensor) for tensor in tensors), *shape[1:]), first.dtype, first.device)
+        return _lazy(tuple(_Piece(source, 0, 1) for source in rows), (len(rows), *shape), first.dtype, first.device)
+    old_pieces = [piece for tensor in tensors for piece in tensor._pieces]
+    sources = {piece.source: piece.source.again() for piece in old_pieces}
+    pieces = tuple(piece._replace(source=sources[piece.source]) for piece in old_pieces)
+    return _lazy(pieces, (sum(len(tensor) for tensor in tensors), *shape[1:]), first.dtype, first.device)
 
 
 def _collated(batch: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:

@@ -123,12 +123,12 @@ def _stream(
     num_shards: int,
     seed: int,
     trainer: TrainerProgress | None,
-    kept: Sequence[object],
+    shared: Sequence[object],
 ) -> _StreamIteration:
     """Return a loader of one shard with a data set of its own, as another process would have."""
     loader = _copied(dataloader, _StreamIteration)
     with suppress(TypeError, NotImplementedError):  # one that holds a file: its shards are compared anyway
-        object.__setattr__(loader, "dataset", copy.deepcopy(dataloader.dataset, {id(one): one for one in kept}))
+        object.__setattr__(loader, "dataset", copy.deepcopy(dataloader.dataset, {id(held): held for held in shared}))
     return _served(loader, [shard], num_shards, seed, True, trainer, None)
 
 
@@ -137,7 +137,7 @@ def _served(
     shards: Sequence[int],
     num_shards: int,
     seed: int,
-    alone: bool,
+    unshared: bool,
     trainer: TrainerProgress | None,
     shares: Sequence[int] | None,
 ) -> Any:
@@ -145,9 +145,11 @@ def _served(
     count = len(shards)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     indices = getattr(loader, name)
-    samplers = samplers_of_shards(loader, indices, shards, num_shards, seed, alone=alone)
+    samplers = samplers_of_shards(loader, indices, shards, num_shards, seed, unshared=unshared)
     if shares is not None:
-        samplers = [part_of("dealing").dealt(one, shares, shard) for one, shard in zip(samplers, shards, strict=True)]
+        samplers = [
+            part_of("dealing").dealt(sampler, shares, shard) for sampler, shard in zip(samplers, shards, strict=True)
+        ]
     order = ShardOrder(samplers, seed, shards, seeds_workers=loader.num_workers > 0)
     if loader.num_workers and name == "sampler" and not isinstance(loader.dataset, IterableDataset):
         order.wraps_items = True
@@ -195,9 +197,9 @@ def _copied(dataloader: Any, iteration: type) -> Any:
 
 def _empty_loader(*bases: type) -> Any:
     """Return a loader without attributes, of a class that is pickled as what it is made of: the user's comes last."""
-    own = bases[-1]
+    user_class = bases[-1]
     reduced = {"__reduce__": lambda loader: (_empty_loader, bases, loader.__getstate__()), _BASES: bases}
-    return object.__new__(type(own.__name__, bases, {"__module__": own.__module__, **reduced}))
+    return object.__new__(type(user_class.__name__, bases, {"__module__": user_class.__module__, **reduced}))
 
 
 class _ShardIteration(Resumable):
@@ -253,7 +255,7 @@ class _StreamIteration(_ShardIteration):
         end = object()
         streams = [super().batches(), *(other.batches() for other in self.others)]
         while True:
-            group = list(itertools.takewhile(lambda batch: batch is not end, (next(one, end) for one in streams)))
+            group = list(itertools.takewhile(lambda batch: batch is not end, (next(stream, end) for stream in streams)))
             if not group:
                 return
             yield ReplicaBatches(group)
@@ -294,8 +296,8 @@ class ResumableIterable(Resumable):
         return type(self.iterable)
 
     def own_loader(self) -> Any:
-        own = self.iterable
-        return own if hasattr(own, "state_dict") and hasattr(own, "load_state_dict") else None
+        iterable = self.iterable
+        return iterable if hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict") else None
 
     def __iter__(self) -> Iterator[Any]:
         first, dropped = self.begin_pass()
@@ -371,6 +373,6 @@ def _groups(batches: Iterator[Any], count: int) -> Iterator[Any]:
     while group := list(itertools.islice(batches, count)):
         if isinstance(group[0], ReplicaBatches):
             replicas = itertools.zip_longest(*group)
-            yield ReplicaBatches(LoaderBatches(b for b in one if b is not None) for one in replicas)
+            yield ReplicaBatches(LoaderBatches(batch for batch in replica if batch is not None) for replica in replicas)
         else:
             yield LoaderBatches(group)

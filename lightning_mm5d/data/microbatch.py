@@ -133,22 +133,22 @@ def part_samples(parts: Sequence[Any], batch: Any) -> list[int | None]:
         parts: of the batch.
         batch: that was cut.
     """
-    found = [batch_samples(part) for part in parts]
-    if None not in found:
-        return found
+    counts = [batch_samples(part) for part in parts]
+    if None not in counts:
+        return counts
     lengths = set(_cut_lengths(batch, parts))
     whole, *cut = lengths.pop() if len(lengths) == 1 else (0,)
-    return [*cut] if whole and sum(cut) == whole else found
+    return [*cut] if whole and sum(cut) == whole else counts
 
 
 def _cut_lengths(batch: Any, parts: Sequence[Any]) -> Iterator[tuple[int, ...]]:
     """Yield the lengths, of the batch and of each part, of all that is shorter in a part."""
-    if all(_has_length(one) for one in (batch, *parts)):
-        lengths = tuple(len(one) for one in (batch, *parts))
+    if all(_has_length(node) for node in (batch, *parts)):
+        lengths = tuple(len(node) for node in (batch, *parts))
         if len(set(lengths)) > 1:
             yield lengths
             return
-    children = [dict(children_of(one) or ()) for one in (batch, *parts)]
+    children = [dict(children_of(node) or ()) for node in (batch, *parts)]
     for step in children[0]:
         if all(step in others for others in children[1:]):
             yield from _cut_lengths(children[0][step], [others[step] for others in children[1:]])
@@ -207,7 +207,7 @@ def split(
         sizes = [end - start for start, end in pairwise(ends)]
         dealt = dealer(_packed_sizes(batch, cuts), sizes)
         if dealt is not None:
-            return [Microbatch(_taken(batch, cuts, _rows_of(own)), len(own), places=tuple(own)) for own in dealt]
+            return [Microbatch(_taken(batch, cuts, _rows_of(deal)), len(deal), places=tuple(deal)) for deal in dealt]
         cuts = {path: cut.at(ends) for path, cut in cuts.items()}
     return [Microbatch(_taken(batch, cuts, _part(m)), end - start) for m, (start, end) in enumerate(pairwise(ends))]
 
@@ -233,18 +233,18 @@ def joined_parts(batch: Any, parts: Sequence[Microbatch], image_tokens: PackedTo
 
 def _packed_sizes(batch: Any, cuts: Mapping[Path, _Cut]) -> dict[str, list[int]]:
     """How many rows every sample owns of each kind, by its field with the most elements: of patches, frames, texts."""
-    found: dict[str, tuple[int, list[int]]] = {}
+    largest: dict[str, tuple[int, list[int]]] = {}
     for path, value in leaves(batch):
         cut = cuts.get(path)
         if cut is None or cut.dim or not (is_array(value) or _is_ragged(value)):
             continue
         is_ragged = not is_array(value)
-        rows = [len(one) for one in value] if is_ragged else [end - start for start, end in pairwise(cut.bounds)]
+        rows = [len(sample) for sample in value] if is_ragged else [end - start for start, end in pairwise(cut.bounds)]
         if len({*rows}) > 1:
             kind = (kind_of(path[-1]) if path else None) or str(path)
             elements = sum(rows) * math.prod((value[0] if is_ragged else value).shape[1:])
-            found[kind] = max(found.get(kind, (0, rows)), (elements, rows))
-    return {kind: rows for kind, (_, rows) in found.items()}
+            largest[kind] = max(largest.get(kind, (0, rows)), (elements, rows))
+    return {kind: rows for kind, (_, rows) in largest.items()}
 
 
 def _taken(node: Any, cuts: Mapping[Path, _Cut], take: Callable[[Any, _Cut], Any], path: Path = ()) -> Any:
@@ -403,10 +403,10 @@ def leaves(node: Any, samples: int | None = None, path: Path = ()) -> Iterator[t
         yield path, node
         return
     lists = [child for _, child in children if is_plain_sequence(child) and len(child) == samples]
-    are_samples = any(_is_ragged([*one]) or (_lists_samples(one) and not isinstance(one[0], str)) for one in lists)
+    are_samples = any(_is_ragged([*seq]) or (_lists_samples(seq) and not isinstance(seq[0], str)) for seq in lists)
     for step, child in children:  # where one of them lists samples, all do
-        is_one = are_samples and any(child is one for one in lists)
-        yield from [((*path, step), child)] if is_one else leaves(child, samples, (*path, step))
+        is_leaf = are_samples and any(child is seq for seq in lists)
+        yield from [((*path, step), child)] if is_leaf else leaves(child, samples, (*path, step))
 
 
 def _is_sample_list(node: Any, samples: int | None, path: Path) -> bool:
@@ -415,7 +415,7 @@ def _is_sample_list(node: Any, samples: int | None, path: Path) -> bool:
         return False
     inside = [(path, value) for path, value in leaves(node) if is_array(value)]
     # images [C, H, W] may have as many channels as there are samples
-    images = samples in (3, 4) and all(is_array(one) and len(one.shape) == 3 for one in node)
+    images = samples in (3, 4) and all(is_array(image) and len(image.shape) == 3 for image in node)
     unlike = not inside or any(len(value) != samples for _, value in inside)
     return (images or unlike) and not any(path[-1] == "input_ids" for path, _ in inside)
 
@@ -423,7 +423,7 @@ def _is_sample_list(node: Any, samples: int | None, path: Path) -> bool:
 def _lists_fields(node: Any, samples: int, path: Path) -> bool:
     """Whether each part of a node has an element for each sample, and is a field by its kind or that of the node."""
     are_long = all(_has_length(part) and len(part) == samples for part in node)
-    kinds = [{_kind(one) for one in part} if is_plain_sequence(part) else {"rows"} for part in node]
+    kinds = [{_kind(element) for element in part} if is_plain_sequence(part) else {"rows"} for part in node]
     is_table = {*map(len, kinds)} == {1} and any(kind != kinds[0] for kind in kinds)
     return are_long and (is_table or all(map(_is_texts, node)) or (isinstance(node, tuple) and not path))
 
@@ -435,12 +435,12 @@ def _lists_samples(value: Any) -> bool:
 
 def _is_collated(value: Any) -> bool:
     may_be = isinstance(value, list) or is_array(value)
-    return _is_texts(value) or (may_be and any(is_array(one) for _, one in leaves(value)))
+    return _is_texts(value) or (may_be and any(is_array(leaf) for _, leaf in leaves(value)))
 
 
 def _is_texts(value: Any) -> bool:
     """Whether a value is what `default_collate` makes of texts."""
-    return isinstance(value, tuple) and all(isinstance(one, str) for one in value)
+    return isinstance(value, tuple) and all(isinstance(text, str) for text in value)
 
 
 def _kind(element: Any) -> object:
@@ -452,7 +452,7 @@ def _is_ragged(node: Any) -> bool:
 
     One-dimensional integers may be fields: labels, tokens of all samples, and where those of each begin.
     """
-    if not isinstance(node, list) or not all(is_array(one) for one in node):
+    if not isinstance(node, list) or not all(is_array(sample) for sample in node):
         return False
     is_ragged = len({*map(_kind, node)}) == 1 and len({*map(len, node)}) > 1
     return is_ragged and (node[0].ndim > 1 or "float" in str(node[0].dtype))

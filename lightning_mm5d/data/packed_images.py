@@ -65,7 +65,7 @@ def describe(module: torch.nn.Module) -> PackedTokens:
     ``config`` attribute of any submodule, outermost first. A submodule with ``encoder_inputs``, which holds for each
     modality the fields of a batch by the names that its encoder has for them, says the names of its modalities.
     """
-    found: dict[str, int] = {}
+    token_ids: dict[str, int] = {}
     named: dict[str, tuple[int | None, frozenset[str]]] = {}
     for submodule in module.modules():
         config = getattr(submodule, "config", None)
@@ -76,8 +76,8 @@ def describe(module: torch.nn.Module) -> PackedTokens:
             for name in (f"{kind}_token_id", f"{kind}_token_index"):
                 value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
                 if isinstance(value, int):
-                    found.setdefault(kind, value)
-    return PackedTokens(**found, named=named)
+                    token_ids.setdefault(kind, value)
+    return PackedTokens(**token_ids, named=named)
 
 
 def kind_of(name: Hashable) -> str | None:
@@ -88,7 +88,7 @@ def kind_of(name: Hashable) -> str | None:
 def is_table(value: Any) -> bool:
     """Whether a list holds the sizes of items as pairs or triples of numbers: ``image_sizes`` as ``[(336, 672)]``."""
     rows = value if isinstance(value, list | tuple) else ()
-    is_row = [isinstance(row, list | tuple) and all(isinstance(one, int) for one in row) for row in rows]
+    is_row = [isinstance(row, list | tuple) and all(isinstance(size, int) for size in row) for row in rows]
     return bool(is_row) and all(is_row) and {*map(len, rows)} in ({2}, {3})
 
 
@@ -133,8 +133,8 @@ def packed_rows(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) 
             rule = "fit the placeholders of the samples" if told is None else f"are as many as {told} says"
             raise _cannot_count(kind, members, f"its {items} items {rule}", masks)
         ways = [owned, *(_sum_by(owned, table) for table in tables)]
-        found = [_table(value) for value in members.values() if getattr(value, "shape", ())[1:] == (3,)]
-        grids = [table for table in found if table is not None]
+        triples = [_table(value) for value in members.values() if getattr(value, "shape", ())[1:] == (3,)]
+        grids = [table for table in triples if table is not None]
         for path, value in (members | others).items():
             merged = [_shared(_sum_by(owned, grid), len(value)) for grid in grids if path in members]
             fitting = [way for way in ways if sum(way) == len(value)] or [way for way in merged if way is not None]
@@ -151,15 +151,15 @@ def counted_ways(fields: Mapping[Path, Any]) -> dict[Path, list[int]]:
 
     Without such a name they are known as the second of a pair, ``(images, counts)``, inside of the batch.
     """
-    found = {}
+    ways = {}
     for path, value in fields.items():
         if not isinstance(value, torch.Tensor) or value.ndim != 1 or value.is_floating_point() or not path:
             continue
         owner, step = path[:-1], path[-1]
         is_second = bool(owner) and step == 1 and sum(other[: len(owner)] == owner for other in fields) == 2
         if value.dtype != torch.bool and (is_second or _COUNTS.search(str(step))):
-            found[path] = value.tolist()
-    return {path: way for path, way in found.items() if all(count >= 0 for count in way)}
+            ways[path] = value.tolist()
+    return {path: way for path, way in ways.items() if all(count >= 0 for count in way)}
 
 
 def ways_of(path: Path, ways: Mapping[Path, list[int]]) -> dict[Path, list[int]]:
@@ -185,9 +185,9 @@ def owns_other_rows(path: Path, value: Any, ways: Mapping[Path, list[int]]) -> b
     does not: [B, items, ...] with as many items as a sample has at most, or with one value in place of those it lacks.
     """
     is_image = value.ndim == 4 and "image" in _words(path)
-    said = ways_of(path, ways) if value.ndim > 1 and path not in ways else {}
-    said = {counts: way for counts, way in said.items() if sum(way) == len(value) and {*way} != {1}}
-    return any(is_image or not _is_padded(value, way, _words(path) <= _words(name)) for name, way in said.items())
+    own_ways = ways_of(path, ways) if value.ndim > 1 and path not in ways else {}
+    own_ways = {counts: way for counts, way in own_ways.items() if sum(way) == len(value) and {*way} != {1}}
+    return any(is_image or not _is_padded(value, way, _words(path) <= _words(name)) for name, way in own_ways.items())
 
 
 def _is_padded(value: Any, way: list[int], is_counted: bool) -> bool:
@@ -208,25 +208,25 @@ def _words(path: Path) -> set[str]:
     """The things that a field is about, in the singular, by its name; ``image`` and ``audio`` of all their names."""
     name = str(path[-1]) if path else ""
     words = {word.removesuffix("s") for word in re.split(r"[^a-z]+", _COUNTS.sub("_", name.lower()))}
-    found = {_SYNONYMS.get(word, "audio" if word == "sound" else word) for word in words} | {kind_of(name) or ""}
-    return found - {"", "input", "value"}
+    topics = {_SYNONYMS.get(word, "audio" if word == "sound" else word) for word in words} | {kind_of(name) or ""}
+    return topics - {"", "input", "value"}
 
 
 def _members(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) -> dict[str, dict[Path, Any]]:
     """The fields of each modality that the model names, of each that ``<modality>_items`` names, and of each kind."""
-    left = {path: value for path, value in fields.items() if path}
-    told = [str(path[-1]).removesuffix("_items") for path in left if str(path[-1]).endswith("_items")]
-    found: dict[str, dict[Path, Any]] = {}
+    unclaimed = {path: value for path, value in fields.items() if path}
+    told = [str(path[-1]).removesuffix("_items") for path in unclaimed if str(path[-1]).endswith("_items")]
+    members: dict[str, dict[Path, Any]] = {}
     for name in dict.fromkeys([*tokens.named, *(n for n in told if _SYNONYMS.get(n, n) not in _NAMES), *_NAMES]):
         if name in tokens.named:
-            found[name] = {path: value for path, value in left.items() if path[-1] in tokens.named[name][1]}
+            members[name] = {path: value for path, value in unclaimed.items() if path[-1] in tokens.named[name][1]}
         elif name in _NAMES:
-            found[name] = {path: value for path, value in left.items() if kind_of(path[-1]) == name}
+            members[name] = {path: value for path, value in unclaimed.items() if kind_of(path[-1]) == name}
         else:
-            found[name] = {path: value for path, value in left.items() if str(path[-1]).startswith(f"{name}_")}
-            found[name] = {path: value for path, value in found[name].items() if path[-1] != f"{name}_items"}
-        left = {path: value for path, value in left.items() if path not in found[name]}
-    return found
+            members[name] = {path: value for path, value in unclaimed.items() if str(path[-1]).startswith(f"{name}_")}
+            members[name] = {path: value for path, value in members[name].items() if path[-1] != f"{name}_items"}
+        unclaimed = {path: value for path, value in unclaimed.items() if path not in members[name]}
+    return members
 
 
 def _told_items(fields: Mapping[Path, Any], samples: int, kind: str) -> list[int] | None:
@@ -241,8 +241,8 @@ def _told_items(fields: Mapping[Path, Any], samples: int, kind: str) -> list[int
 def _placeholders(fields: Mapping[Path, Any], samples: int, kind: str, token: int | None) -> list[torch.Tensor]:
     """The masks [B, S] that may mark ``kind``'s placeholders, those without any left out."""
     marks = {"mm_token_type_ids": _TYPE_IDS.get(kind), "input_ids": token}
-    found = [(value, marks[str(path[-1])]) for path, value in fields.items() if path and path[-1] in marks]
-    masks = [ids == mark for ids, mark in found if mark is not None and isinstance(ids, torch.Tensor)]
+    pairs = [(value, marks[str(path[-1])]) for path, value in fields.items() if path and path[-1] in marks]
+    masks = [ids == mark for ids, mark in pairs if mark is not None and isinstance(ids, torch.Tensor)]
     return [mask for mask in masks if mask.ndim == 2 and len(mask) == samples and mask.any()]
 
 
@@ -307,7 +307,7 @@ def _assign(count: list[int], sizes: list[int]) -> list[int] | None:
 def _shared(way: list[int], rows: int) -> list[int] | None:
     """``rows`` in proportion to ``way``, as each four patches are merged into one; None unless exact."""
     total = sum(way)
-    return None if not total or any(own * rows % total for own in way) else [own * rows // total for own in way]
+    return None if not total or any(part * rows % total for part in way) else [part * rows // total for part in way]
 
 
 def _sum_by(owned: list[int], sizes: list[int]) -> list[int]:

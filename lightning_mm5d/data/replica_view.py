@@ -113,10 +113,10 @@ def is_shown() -> bool:
 
 
 def _views() -> Iterator[ReplicaView]:
-    found = private(distributed_c10d, _DEFAULT_GROUP)
-    while isinstance(found, ReplicaView):
-        yield found
-        found = found.before
+    group = private(distributed_c10d, _DEFAULT_GROUP)
+    while isinstance(group, ReplicaView):
+        yield group
+        group = group.before
 
 
 def _show(replica: int, num_replicas: int) -> ReplicaView:

@@ -83,7 +83,7 @@ class Position:
     @classmethod
     def load(cls, saved: Mapping[str, Any]) -> Position:
         """Return what `saved` returned; fields that later versions add are left out."""
-        names = {one.name for one in fields(cls)}
+        names = {attribute.name for attribute in fields(cls)}
         return cls(**{name: value for name, value in saved.items() if name in names})
 
 
@@ -172,14 +172,14 @@ class Resumable:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the user's own loader, where it has one."""
-        own = self.own_loader()
-        return {} if own is None else own.state_dict()
+        user_loader = self.own_loader()
+        return {} if user_loader is None else user_loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give the user's own loader its state."""
-        own = self.own_loader()
-        if own is not None:
-            own.load_state_dict(state_dict)
+        user_loader = self.own_loader()
+        if user_loader is not None:
+            user_loader.load_state_dict(state_dict)
 
     # --- saving ---
 
@@ -192,8 +192,8 @@ class Resumable:
 
     def own_loader(self) -> Any:
         """Return what holds a state of its own; None without one."""
-        own = super()
-        return own if hasattr(own, "state_dict") and hasattr(own, "load_state_dict") else None
+        user_loader = super()
+        return user_loader if hasattr(user_loader, "state_dict") and hasattr(user_loader, "load_state_dict") else None
 
     def began_after(self, steps: int) -> bool:
         """Whether this pass over the data began only after that many steps of the epoch."""
@@ -275,8 +275,8 @@ class Resumable:
             ConfigError: this run has several replicas.
         """
         segments = [[1, self._batch_size, batches]]
-        own = {"0": state}
-        self.resume(Position(kind="stateful", epoch=epoch, segments=segments, own=own), self.served_order.seed, epoch)
+        saved = {"0": state}
+        self.resume(Position(kind="stateful", epoch=epoch, segments=segments, own=saved), self.served_order.seed, epoch)
 
     def resumed_step(self) -> int | None:
         """Return the number of the step that the pending pass begins with; None where it says nothing about an epoch.
@@ -482,8 +482,8 @@ class Resumable:
     def _holders(self) -> list[dict[str, Any]]:
         """Return what may hold generators, under paths that are the same on all ranks: first the samplers in use."""
         indices = [getattr(sampler, "batches", sampler) for sampler in self.served_order.samplers]
-        own = None if self.reseeds_generator else getattr(self, "generator", None)
-        return [{"generator": own, "indices": one} for one in [*indices, self.served_indices]]
+        generator = None if self.reseeds_generator else getattr(self, "generator", None)
+        return [{"generator": generator, "indices": sampler} for sampler in [*indices, self.served_indices]]
 
     def _own_state(self, taken: int) -> Any:
         """Return the state after `taken` batches of this pass; None at its beginning."""
@@ -569,6 +569,6 @@ def _refused(got: Any, rule: str, fix: str = "Keep the data") -> ConfigError:
     return ConfigError("dataloader", got, rule, f"{fix}, or {_AT_THE_END}")
 
 
-def with_own(position: Position, own: dict[str, Any]) -> Position:
+def with_own(position: Position, loader_states: dict[str, Any]) -> Position:
     """Return `position` with the states of all replicas' own loaders."""
-    return replace(position, own=own)
+    return replace(position, own=loader_states)

@@ -251,7 +251,7 @@ def leaf_of(indices: Any) -> Any:
 
 
 def samplers_of_shards(
-    loader: DataLoader[Any], indices: Any, shards: Sequence[int], num_shards: int, seed: int, *, alone: bool
+    loader: DataLoader[Any], indices: Any, shards: Sequence[int], num_shards: int, seed: int, *, unshared: bool
 ) -> list[Any]:
     """Return for each shard what yields its indices: of batches, or of single items without automatic batching.
 
@@ -261,7 +261,7 @@ def samplers_of_shards(
         shards: those that this rank serves.
         num_shards: of the data set.
         seed: of the order.
-        alone: whether no other rank loads the same shard, so that a sampler of the user's own class may stay.
+        unshared: whether no other rank loads the same shard, so that a sampler of the user's own class may stay.
     """
     leaf = leaf_of(indices)
     if not isinstance(leaf, DistributedSampler):
@@ -278,7 +278,7 @@ def samplers_of_shards(
     if (leaf.num_replicas, [leaf.rank]) == (num_shards, list(shards)):
         return [indices]
     if type(leaf) not in MOVABLE:
-        if alone:
+        if unshared:
             return [indices]
         raise ConfigError(
             f"{type(leaf).__name__}(num_replicas, rank)",
@@ -307,9 +307,9 @@ def drawing_from(moved: Any, loader: DataLoader[Any], indices: Any, leaf: Any) -
     """Return a copy of `indices` that draws from `moved` instead of `leaf`; the data set is not copied."""
     if indices is leaf:
         return moved
-    keep = {id(kept): kept for kept in (loader.dataset, getattr(leaf, "dataset", None))}
+    memo = {id(dataset): dataset for dataset in (loader.dataset, getattr(leaf, "dataset", None))}
     try:
-        return copy.deepcopy(indices, {**keep, id(leaf): moved})
+        return copy.deepcopy(indices, {**memo, id(leaf): moved})
     except (TypeError, NotImplementedError) as error:
         raise unservable(indices, f"it must be possible to copy it ({error})", "Use a BatchSampler") from error
 
@@ -383,9 +383,9 @@ def _generators(holder: Any, path: str = "", seen: set[int] | None = None) -> It
             yield where, value
         elif _draws(name, value):
             yield from _generators(value, where, seen)
-        elif isinstance(value, list) and value and all(_draws("", one) for one in value):
-            for index, one in enumerate(value):
-                yield from _generators(one, f"{where}.{index}", seen)
+        elif isinstance(value, list) and value and all(_draws("", sampler) for sampler in value):
+            for index, sampler in enumerate(value):
+                yield from _generators(sampler, f"{where}.{index}", seen)
 
 
 def _draws(name: str, value: Any) -> bool:

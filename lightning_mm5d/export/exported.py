@@ -119,18 +119,18 @@ def _huggingface(
         raise ConfigError("CHECKPOINT", model["name"], rule, "Name its config.json with --config")
     tensors = ModelTensors.of(opened.source, record, model)
     warnings: list[str] = []
-    with new_folder(folder) as made:
+    with new_folder(folder) as draft:
         if model["kind"] == "adapter":
             for name in model["adapters"]:
                 if not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
                     raise CheckpointCorruptError(f"The checkpoint names an adapter that cannot be a folder: {name!r}")
-                inside = made if name == "default" else made / name
+                inside = draft if name == "default" else draft / name
                 inside.mkdir(exist_ok=True)
                 warnings += write_adapter(inside, model, name, tensors, dtype=dtype)
         else:
-            warnings += write_model(made, model, tensors, max_shard_size=size, dtype=dtype)
-        warnings += write_processors(made, record["processors"])
-        files = {each.relative_to(made).as_posix(): each.stat().st_size for each in made.rglob("*") if each.is_file()}
+            warnings += write_model(draft, model, tensors, max_shard_size=size, dtype=dtype)
+        warnings += write_processors(draft, record["processors"])
+        files = {each.relative_to(draft).as_posix(): each.stat().st_size for each in draft.rglob("*") if each.is_file()}
     name = "adapter of PEFT" if model["kind"] == "adapter" else model["name"]
     return Exported(path=folder, name=name, files=dict(sorted(files.items())), warnings=warnings)
 
@@ -206,11 +206,11 @@ def chosen_model(record: Mapping[str, Any], path: str | None) -> Mapping[str, An
         if len(models) > 1:
             raise ConfigError("--module", None, f"The checkpoint has several models: {listed}", "Choose one")
         return next(iter(models.values()))
-    found = models.get(_plain(path if path != "." else ""))
-    if found is None:
+    model = models.get(_plain(path if path != "." else ""))
+    if model is None:
         fix = did_you_mean(path, [where or "." for where in models])
         raise ConfigError("--module", path, f"The checkpoint has these models: {listed}", fix)
-    return found
+    return model
 
 
 def _plain(path: str) -> str:

@@ -82,9 +82,9 @@ def empty_model(dotted: str, config: Mapping[str, Any], field: str) -> PreTraine
         fields = without_own_code(config) if cls.__module__.startswith("lightning_mm5d.") else deepcopy(dict(config))
         if fields is None:
             raise ValueError("it names classes that are not of transformers")
-        made = cls.config_class.from_dict(fields)
+        parsed = cls.config_class.from_dict(fields)
         with torch.device("meta"):
-            return cls(made)
+            return cls(parsed)
     except Exception as error:  # a configuration can be wrong in any way
         rule = f"{cls.__name__} cannot be made from this configuration: {error}"
         raise ConfigError(field, config.get("model_type"), rule, "Give its own with --config") from error
@@ -125,10 +125,10 @@ class ReverseConversion:
 
     def _converted(self, first: str, group: Any, renamings: list[WeightRenaming]) -> Iterator[tuple[str, Tensor]]:
         config = self._model.config if self._model is not None else None
-        made = group.convert(first, model=self._model, config=config)
-        while made:  # each is given away before the next one is asked for
-            name = next(iter(made))
-            value = made.pop(name)
+        tensors = group.convert(first, model=self._model, config=config)
+        while tensors:  # each is given away before the next one is asked for
+            name = next(iter(tensors))
+            value = tensors.pop(name)
             name = apply_renamings(name, renamings) if isinstance(group, WeightConverter) else name
             yield name, value.pop() if isinstance(value, list) else value
             del value
@@ -192,12 +192,12 @@ class ModelTensors:
 
     def read(self, name: str) -> Tensor:
         """Return a tensor of the model."""
-        return self._source.read(self._found(name))
+        return self._source.read(self._stored_name(name))
 
     def empty(self, name: str) -> Tensor:
         """Return a tensor of the same shape and dtype on the meta device."""
-        found = self._found(name)
-        return torch.empty(self._source.shape(found), dtype=self._source.dtype(found), device="meta")
+        stored_name = self._stored_name(name)
+        return torch.empty(self._source.shape(stored_name), dtype=self._source.dtype(stored_name), device="meta")
 
     def check(self, names: Sequence[str], others: Iterable[str] | None = None) -> None:
         """Compare the names in the checkpoint with those of the model.
@@ -216,8 +216,8 @@ class ModelTensors:
         if others is None:
             return
         known = {*names, *others}
-        own = (name.removeprefix(self._prefix) for name in self._known if name.startswith(self._prefix))
-        more = sorted(name for name in own if name not in known)
+        own_names = (name.removeprefix(self._prefix) for name in self._known if name.startswith(self._prefix))
+        more = sorted(name for name in own_names if name not in known)
         if more:
             rule = f"The model that the checkpoint describes has no {_some(more)}"
             raise ConfigError("CHECKPOINT", self._prefix or "the module", rule, "Give the model's own --config")
@@ -227,7 +227,7 @@ class ModelTensors:
         full = self._prefix + name
         return [each for each in (full, *self._same.get(full, ())) if each in self._known]
 
-    def _found(self, name: str) -> str:
+    def _stored_name(self, name: str) -> str:
         return self._names(name)[0]
 
 
@@ -267,11 +267,11 @@ def write_model(
     specs = {name: _cast(value, dtype) for name, value in conversion.tensors(model["names"], tensors.empty)}
     values = map(partial(_cast_item, dtype), conversion.tensors(model["names"], tensors.read))
     write_weights(folder, WEIGHTS, specs, values, max_shard_size)
-    own = model["dtype"] if dtype is None else str(dtype).removeprefix("torch.")
-    _write_json(folder / "config.json", _with_dtype(model["config"], own) if dtype else model["config"])
+    dtype_name = model["dtype"] if dtype is None else str(dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", _with_dtype(model["config"], dtype_name) if dtype else model["config"])
     if model["generation_config"] is not None:
         _write_json(folder / "generation_config.json", model["generation_config"])
-    return list(_warnings(model, specs, own))
+    return list(_warnings(model, specs, dtype_name))
 
 
 def write_adapter(
@@ -289,9 +289,9 @@ def write_adapter(
         )
         raise ConfigError("CHECKPOINT", name, rule, "Use save_pretrained on the model after training")
     tensors.check(list(adapter["tensors"].values()))
-    own = adapter["tensors"].items()
-    specs = {file_name: _cast(tensors.empty(inner), dtype) for file_name, inner in own}
-    values = ((file_name, _cast(tensors.read(inner), dtype)) for file_name, inner in own)
+    stored = adapter["tensors"].items()
+    specs = {file_name: _cast(tensors.empty(inner), dtype) for file_name, inner in stored}
+    values = ((file_name, _cast(tensors.read(inner), dtype)) for file_name, inner in stored)
     write_weights(folder, ADAPTER, specs, values, max_shard_size=2**63)  # PEFT reads one file
     _write_json(folder / "adapter_config.json", adapter["config"])
     left = adapter["trained_outside"]
@@ -400,12 +400,12 @@ def _with_dtype(config: Any, dtype: str) -> Any:
     return changed | {key: dtype for key in ("dtype",) if isinstance(changed.get(key), str)}
 
 
-def _warnings(model: Mapping[str, Any], specs: Mapping[str, Tensor], own: str) -> Iterator[str]:
+def _warnings(model: Mapping[str, Any], specs: Mapping[str, Tensor], dtype: str) -> Iterator[str]:
     if model["class"] is None:
         yield f"{model['name']} is no class of transformers: it loads with its own code, under its own names"
-    others = {str(each.dtype).removeprefix("torch.") for each in specs.values() if each.is_floating_point()} - {own}
+    others = {str(each.dtype).removeprefix("torch.") for each in specs.values() if each.is_floating_point()} - {dtype}
     if others:
-        yield f"tensors are {', '.join(sorted(others))} besides {own}, to which from_pretrained casts all of them"
+        yield f"tensors are {', '.join(sorted(others))} besides {dtype}, to which from_pretrained casts all of them"
 
 
 def _write_json(path: Path, content: Any) -> None:

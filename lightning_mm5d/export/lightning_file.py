@@ -59,7 +59,7 @@ def open_plain(path: Path, weights_only: bool = True) -> dict[str, Any]:
         return content
     if _is_state(content):
         return {"state_dict": content}
-    states = {key: one for key, one in content.items() if _is_state(one)} if isinstance(content, Mapping) else {}
+    states = {key: state for key, state in content.items() if _is_state(state)} if isinstance(content, Mapping) else {}
     usual = [states[key] for key in ("model", "model_state_dict", "module") if key in states]
     if usual or len(states) == 1:
         return {**content, "state_dict": (usual or list(states.values()))[0]}
@@ -68,7 +68,7 @@ def open_plain(path: Path, weights_only: bool = True) -> dict[str, Any]:
 
 
 def _is_state(value: object) -> bool:
-    return isinstance(value, Mapping) and bool(value) and all(isinstance(one, Tensor) for one in value.values())
+    return isinstance(value, Mapping) and bool(value) and all(isinstance(tensor, Tensor) for tensor in value.values())
 
 
 class PlainTensors(StateDictSource):
@@ -143,20 +143,20 @@ def new_folder(path: Path) -> Iterator[Path]:
     check_new(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        draft = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     except OSError as error:
         raise unwritable(path, error) from error
     try:
-        made.chmod(0o777 & ~umask())
-        yield made
-        for each in (*made.rglob("*"), made):
+        draft.chmod(0o777 & ~umask())
+        yield draft
+        for each in (*draft.rglob("*"), draft):
             flush(each)
-        made.rename(path)  # replaces an empty folder, and fails where another process was first
+        draft.rename(path)  # replaces an empty folder, and fails where another process was first
         flush(path.parent)
     except OSError as error:
         raise unwritable(path, error) from error
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def check_new(path: Path) -> None:
@@ -208,13 +208,13 @@ def write_lightning(path: Path, content: Mapping[str, Any], same: Iterable[Seque
         ConfigError: the file exists or cannot be written, or there are tensors inside of objects.
     """
     check_new_file(path)
-    made = _StandIns(same)
+    builder = _StandIns(same)
     with FakeTensorMode():
-        stand_ins = made.of(content)
+        stand_ins = builder.of(content)
     with _beside(path) as draft, _beside(path) as final:
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(stand_ins, draft)
-        holes = _holes(draft, made.reads)
+        holes = _holes(draft, builder.reads)
         with zipfile.ZipFile(draft) as source, zipfile.ZipFile(final, "w") as target:
             for member in source.infolist():
                 name = f"{path.stem}/{member.filename.partition('/')[2]}"
@@ -243,7 +243,7 @@ class _StandIns:
     def __init__(self, same: Iterable[Sequence[str]]) -> None:
         self._first = {name: group[0] for group in same for name in group}
         self.reads: list[Read] = []
-        self._made: dict[Any, Tensor] = {}
+        self._tensors: dict[Any, Tensor] = {}
 
     def of(self, tree: Any) -> Any:
         """Return a copy of a tree, under the `FakeTensorMode`."""
@@ -251,8 +251,8 @@ class _StandIns:
             place = (tree.data_ptr(), tree.stride()) if tree.numel() else id(tree)
             return self._stand_in((place, tree.shape, tree.dtype), tree.shape, tree.dtype, lambda: tree)
         if isinstance(tree, SavedWeights):
-            found = {name: self._read_later(tree, name, self._first.get(name, name)) for name in tree.names()}
-            return {name: found[name] if name in found else tree[name] for name in tree}
+            stand_ins = {name: self._read_later(tree, name, self._first.get(name, name)) for name in tree.names()}
+            return {name: stand_ins[name] if name in stand_ins else tree[name] for name in tree}
         if isinstance(tree, SavedOptimizerState):
             return {index: self._state(*tree.parts(index)) for index in tree}
         if type(tree) in (dict, OrderedDict):
@@ -271,9 +271,9 @@ class _StandIns:
 
     def _stand_in(self, key: Any, shape: Sequence[int], dtype: torch.dtype, read: Read) -> Tensor:
         self.reads.append(read)
-        if key not in self._made:
-            self._made[key] = torch.empty(shape, dtype=dtype, device="cpu")
-        return self._made[key]
+        if key not in self._tensors:
+            self._tensors[key] = torch.empty(shape, dtype=dtype, device="cpu")
+        return self._tensors[key]
 
 
 def _holes(draft: Path, reads: list[Read]) -> dict[int, Read]:

@@ -123,8 +123,8 @@ def _sizes(tree: Any) -> Iterable[tuple[Any, Sequence[int], int]]:
     if isinstance(tree, SavedOptimizerState):
         parts = [tree.parts(index) for index in tree]
         stored = [(source, name) for source, names, _ in parts for name in names.values()]
-        own = [(id(each), each.shape, each.itemsize) for _, _, rest in parts for each in tensors_of(rest)]
-        return [*((name, source.shape(name), source.dtype(name).itemsize) for source, name in stored), *own]
+        rest_sizes = [(id(each), each.shape, each.itemsize) for _, _, rest in parts for each in tensors_of(rest)]
+        return [*((name, source.shape(name), source.dtype(name).itemsize) for source, name in stored), *rest_sizes]
     if isinstance(tree, Mapping):
         return [size for value in tree.values() for size in _sizes(value)]
     return [(each.data_ptr() if each.numel() else id(each), each.shape, each.itemsize) for each in tensors_of(tree)]

@@ -69,8 +69,8 @@ def solve(modalities: Mapping[str, Modality], world_size: int, loss_modality: st
     needs = " + ".join(
         f"{name}: {'+'.join(map(str, modalities[name].lengths))} stages"
         if modalities[name].lengths
-        else f"{name}: {own} * {'dp_size' if given[name] is None else given[name]}"
-        for name, own in own_ranks.items()
+        else f"{name}: {count} * {'dp_size' if given[name] is None else given[name]}"
+        for name, count in own_ranks.items()
     )
     if not free:
         axes = _axes(modalities, 1, loss_modality)
@@ -275,23 +275,23 @@ class Layout:
             ConfigError: when the sizes do not fill the world, do not pair up, or the placement is wrong.
         """
         deals = any(
-            one.pipeline.pipelines is not None or one.pipeline.speeds is not None for one in modalities.values()
+            spec.pipeline.pipelines is not None or spec.pipeline.speeds is not None for spec in modalities.values()
         )
         for replicas in parts("pipelines"):
             modalities = replicas.completed(modalities, world_size)
         axes = solve(modalities, world_size, loss_modality)
-        pipelines = {name: one.lengths for name, one in modalities.items() if one.lengths}
-        given = next(
-            (tuple(one.pipeline.speeds) for one in modalities.values() if one.pipeline.speeds is not None), None
+        pipelines = {name: modality.lengths for name, modality in modalities.items() if modality.lengths}
+        speeds = next(
+            (tuple(spec.pipeline.speeds) for spec in modalities.values() if spec.pipeline.speeds is not None), None
         )
-        order = tuple(one for one in placement or () if isinstance(one, str))
+        order = tuple(axis for axis in placement or () if isinstance(axis, str))
         blocks, slots = _slots(modalities, axes, _full_order(order, axes) if order else None)
         per_node = ranks_per_node or world_size
 
         def placed(order: Sequence[int]) -> Layout:
             ranks = {name: tuple(order[slot] for slot in slots[name]) for name in modalities}
-            said: Any = {"loss_modality": loss_modality, "pipelines": pipelines, "speeds": given, "deals": deals}
-            return cls(size=world_size, ranks_per_node=per_node, axes=axes, ranks=ranks, **said)
+            fields: Any = {"loss_modality": loss_modality, "pipelines": pipelines, "speeds": speeds, "deals": deals}
+            return cls(size=world_size, ranks_per_node=per_node, axes=axes, ranks=ranks, **fields)
 
         if order:
             return placed(range(world_size))
@@ -328,7 +328,7 @@ class Layout:
     @cached_property
     def straddling(self) -> tuple[Straddle, ...]:
         """Tensor parallel groups and context parallel blocks that lie on more than one node."""
-        found = []
+        straddles = []
         for name, ranks in self.ranks.items():
             _, _, cp, tp = self.axes[name]
             widths = {"tp": tp, "cp": cp * tp} if cp > 1 else {"tp": tp}
@@ -336,8 +336,8 @@ class Layout:
                 for first in range(0, len(ranks), width):
                     group = ranks[first : first + width]
                     if len({rank // self.ranks_per_node for rank in group}) > 1:
-                        found.append(Straddle(name, axis, group))
-        return tuple(found)
+                        straddles.append(Straddle(name, axis, group))
+        return tuple(straddles)
 
     def places_of(self, rank: int) -> tuple[Place, ...]:
         """Places of one rank: one, or several where modalities are colocated."""
@@ -400,30 +400,30 @@ class Layout:
 
     def serves(self, modality: str, dp: int) -> tuple[Share, ...]:
         """What replica `dp` of a modality works on, by ascending replica of the loss modality."""
-        own, replicas = self.axes[modality].dp, self.num_replicas
-        assert 0 <= dp < own
-        if own > replicas:
-            step = own // replicas
+        dp_size, replicas = self.axes[modality].dp, self.num_replicas
+        assert 0 <= dp < dp_size
+        if dp_size > replicas:
+            step = dp_size // replicas
             return (Share(dp // step, dp % step, step),)
-        served = replicas // own
+        served = replicas // dp_size
         return tuple(Share(replica, 0, 1) for replica in range(dp * served, (dp + 1) * served))
 
     def instance_of(self, modality: str, replica: int, microbatch: int) -> int:
         """Replica of a modality that works on a microbatch of a replica of the loss_modality: undoes `serves`."""
-        own, replicas = self.axes[modality].dp, self.num_replicas
+        dp_size, replicas = self.axes[modality].dp, self.num_replicas
         assert 0 <= replica < replicas
-        if own > replicas:
-            step = own // replicas
+        if dp_size > replicas:
+            step = dp_size // replicas
             return replica * step + microbatch % step
-        return replica // (replicas // own)
+        return replica // (replicas // dp_size)
 
     def replica_ranks(self, replica: int) -> tuple[int, ...]:
         """All ranks that work on microbatches of a replica of the loss modality, ascending."""
-        found: set[int] = set()
+        ranks: set[int] = set()
         for name, size in self.axes.items():
             for turn in range(max(1, size.dp // self.num_replicas)):
-                found.update(self.ranks_of(name, dp=self.instance_of(name, replica, turn)))
-        return tuple(sorted(found))
+                ranks.update(self.ranks_of(name, dp=self.instance_of(name, replica, turn)))
+        return tuple(sorted(ranks))
 
     def replicas_of_rank(self, rank: int) -> tuple[int, ...]:
         """Replicas of the loss modality that any place of the rank serves, ascending."""
@@ -437,14 +437,14 @@ class Layout:
     def _positions(self, modality: str) -> Iterator[tuple[int, ...]]:
         """All (pp, dp, cp, tp) of a modality in the order of its slots."""
         every = _positions(self.axes[modality])
-        return (one for one in every if self.has(modality, pp=one[0], dp=one[1]))
+        return (position for position in every if self.has(modality, pp=position[0], dp=position[1]))
 
     @cached_property
     def _places_by_rank(self) -> tuple[tuple[Place, ...], ...]:
-        found: list[list[Place]] = [[] for _ in range(self.size)]
+        by_rank: list[list[Place]] = [[] for _ in range(self.size)]
         for place in self.places:
-            found[place.rank].append(place)
-        return tuple(map(tuple, found))
+            by_rank[place.rank].append(place)
+        return tuple(map(tuple, by_rank))
 
 
 def _full_order(order: Sequence[str], axes: Mapping[str, Sizes]) -> tuple[str, ...]:
@@ -505,8 +505,8 @@ def _slots(
             owner = modality.owner.modality
             stage = math.prod(axes[name]) // axes[name].pp  # each replica of the owner has its pipeline rank
             first = modality.owner.pp * stage
-            own = _ordered(blocks.get(name, ()), axes[name]._replace(pp=axes[name].pp - 1), order)
-            slots[name] = [*own, *_ordered(blocks[owner], axes[owner], order)[first : first + stage]]
+            own_slots = _ordered(blocks.get(name, ()), axes[name]._replace(pp=axes[name].pp - 1), order)
+            slots[name] = [*own_slots, *_ordered(blocks[owner], axes[owner], order)[first : first + stage]]
     return blocks, slots
 
 
@@ -545,11 +545,11 @@ def _pack(
 
 def _check_permutation(placement: Sequence[int], world_size: int) -> None:
     ranks = [rank for rank in placement if isinstance(rank, int) and not isinstance(rank, bool)]
-    kept = [rank for rank in dict.fromkeys(ranks) if 0 <= rank < world_size]
-    missing = sorted(set(range(world_size)) - set(kept))
-    if missing or len(kept) < len(placement):
+    valid = [rank for rank in dict.fromkeys(ranks) if 0 <= rank < world_size]
+    missing = sorted(set(range(world_size)) - set(valid))
+    if missing or len(valid) < len(placement):
         rule = f"It names each of the ranks 0 to {world_size - 1} once"
-        raise ConfigError("placement", list(placement), rule, f"The nearest is {kept + missing}")
+        raise ConfigError("placement", list(placement), rule, f"The nearest is {valid + missing}")
 
 
 def _check_ascending(layout: Layout, placement: Sequence[int], blocks: Mapping[str, range]) -> None:
@@ -594,9 +594,9 @@ def shared_out(size: int, weights: Sequence[float]) -> list[int]:
     Each gets one at least, so `size` is at least their number; what is left over goes to the largest remainders.
     """
     exact = [size * weight / sum(weights) for weight in weights]
-    found = [max(1, int(one)) for one in exact]
-    while sum(found) != size:
-        step = 1 if sum(found) < size else -1
-        spare = [index for index, count in enumerate(found) if step > 0 or count > 1]
-        found[max(spare, key=lambda index: step * (exact[index] - found[index]))] += step
-    return found
+    counts = [max(1, int(share)) for share in exact]
+    while sum(counts) != size:
+        step = 1 if sum(counts) < size else -1
+        spare = [index for index, count in enumerate(counts) if step > 0 or count > 1]
+        counts[max(spare, key=lambda index: step * (exact[index] - counts[index]))] += step
+    return counts

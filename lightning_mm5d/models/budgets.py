@@ -89,9 +89,9 @@ class BudgetBatchSampler(BatchSampler):
             return fitting
         drawn = random.Random(f"{self._seed} {epoch}")
         for _ in range(_ORDERS if epoch else 0):
-            found = _packed(self._shares, len(fitting), drawn)
-            if found is not None:
-                fitting = found
+            packed = _packed(self._shares, len(fitting), drawn)
+            if packed is not None:
+                fitting = packed
                 break
         return drawn.sample(fitting, len(fitting))
 
@@ -99,16 +99,16 @@ class BudgetBatchSampler(BatchSampler):
         """The batches of the first epoch: as few as there can be, and equally many for each replica."""
         replicas = self.sampler.num_replicas
         if replicas not in self._first:
-            count, found = max(1, int(np.ceil(self._shares.sum(axis=0).max() - 1e-9))), None
-            while found is None:
+            count, packed = max(1, int(np.ceil(self._shares.sum(axis=0).max() - 1e-9))), None
+            while packed is None:
                 count = -(-count // replicas) * replicas
                 if count > max(len(self._shares), 1):
                     rule = f"Each of {replicas} replicas has a batch in each step, and there are fewer samples"
                     raise ConfigError("BudgetBatchSampler", f"{len(self._shares)} samples", rule, "Use fewer replicas")
                 drawn = random.Random(f"{self._seed} 0") if self._shuffle else None
-                found = _packed(self._shares, count, drawn)
+                packed = _packed(self._shares, count, drawn)
                 count = max(count + 1, int(count * _SLACK))
-            self._first[replicas] = found
+            self._first[replicas] = packed
         return self._first[replicas]
 
 
@@ -177,8 +177,8 @@ class BudgetStream(IterableDataset[Any]):
         if not any(goes):  # a window that holds less than a batch
             goes = [True for _ in sums]
         full = sorted(sorted(batch) for batch, is_full in zip(batches, goes, strict=True) if is_full)
-        rest = sorted(one for batch, is_full in zip(batches, goes, strict=True) if not is_full for one in batch)
-        return [[samples[one] for one in batch] for batch in (*full, rest)]
+        rest = sorted(index for batch, is_full in zip(batches, goes, strict=True) if not is_full for index in batch)
+        return [[samples[index] for index in batch] for batch in (*full, rest)]
 
 
 def _shares(tokens: Any, token_budget: int, pixels: Any, pixel_budget: int | None, max_samples: int | None) -> Shares:
@@ -234,6 +234,6 @@ def _packed(shares: Shares, count: int, drawn: random.Random | None) -> list[lis
             refused.append((load, batch))
         else:
             return None
-        for one in refused:
-            heapq.heappush(heap, one)
+        for pair in refused:
+            heapq.heappush(heap, pair)
     return batches if all(batches) else None

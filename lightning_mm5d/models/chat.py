@@ -124,10 +124,10 @@ class ChatEncoder:
         if with_labels and not marked:
             spans = list(self._turns(plain, template, text, options))
         ids, places = self._tokenized(text, marks)
-        said = [any(start < end and stop > begin for begin, end in spans) for start, stop in places]
+        spoken = [any(start < end and stop > begin for begin, end in spans) for start, stop in places]
         if with_labels and not marked:
-            said = self._without_space_after_turns(ids, said)
-        return EncodedChat(ids, said)
+            spoken = self._without_space_after_turns(ids, spoken)
+        return EncodedChat(ids, spoken)
 
     def _template(self) -> str:
         return str(self._tokenizer.get_chat_template())
@@ -175,15 +175,15 @@ class ChatEncoder:
                 raise ConfigError("tokenizer.chat_template", template[:200], rule, fix)
             yield len(before), len(after)
 
-    def _without_space_after_turns(self, ids: list[int], said: list[bool]) -> list[bool]:
-        """`said` without white space after the token that ends a turn: a model stops at that token."""
+    def _without_space_after_turns(self, ids: list[int], spoken: list[bool]) -> list[bool]:
+        """`spoken` without white space after the token that ends a turn: a model stops at that token."""
         special = set(self._tokenizer.added_tokens_decoder) - {
             self._tokenizer.convert_tokens_to_ids(token) for token in self._tokens.values()
         }
-        result, end = list(said), len(ids)
+        result, end = list(spoken), len(ids)
         while end > 0:
             start = end
-            while start > 0 and said[start - 1]:
+            while start > 0 and spoken[start - 1]:
                 start -= 1
             last = next((at for at in range(end - 1, start - 1, -1) if ids[at] in special), None)
             if last is not None and not str(self._tokenizer.decode(ids[last + 1 : end])).strip():
@@ -209,10 +209,10 @@ class ChatEncoder:
         lead = "" if first else "\n"  # tokenizers put a space before the first word of a text
         options = {"split_special_tokens": True} if typed else {}
         skipped = self._tokenizer(lead, add_special_tokens=False)["input_ids"] if lead else []
-        found = self._tokenizer(lead + words, add_special_tokens=False, return_offsets_mapping=True, **options)
-        if found["input_ids"][: len(skipped)] != skipped:
+        encoded = self._tokenizer(lead + words, add_special_tokens=False, return_offsets_mapping=True, **options)
+        if encoded["input_ids"][: len(skipped)] != skipped:
             return self._piece(words, first=True, typed=typed)
-        pairs = zip(found["input_ids"], found["offset_mapping"], strict=True)
+        pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         return [(token, (max(0, a - len(lead)), b - len(lead))) for token, (a, b) in list(pairs)[len(skipped) :]]
 
 
@@ -337,14 +337,14 @@ class MessagesFile(Sequence[dict[str, Any]]):
         """
         if not self.names:
             return {}
-        found: dict[str, list[int]] = {kind: [] for kind in (*self.names, _TEXT)}
+        costs: dict[str, list[int]] = {kind: [] for kind in (*self.names, _TEXT)}
         for row in self:
             parts = [part for message in messages_of(row, self.names) for part in message.content]
             counts = Counter(part.name for part in parts if isinstance(part, Item))
             counts[_TEXT] = sum(len(part) for part in parts if isinstance(part, str))
-            for kind, column in found.items():
+            for kind, column in costs.items():
                 column.append(counts[kind])
-        return found
+        return costs
 
     def _array(self) -> list[Any]:
         rows = _parsed(self.path.read_bytes(), str(self.path))

@@ -104,18 +104,18 @@ class MultimodalCollator(VaryingCollator):
         limit = self.max_length
         if limit is None or len(sample) <= limit:
             return sample
-        said = f"It has {len(sample)} tokens, more than max_length={limit}"
+        message = f"It has {len(sample)} tokens, more than max_length={limit}"
         if self.too_long == "drop":
-            warnings.warn(f"{sample.source} is left out. {said}.", stacklevel=2)
+            warnings.warn(f"{sample.source} is left out. {message}.", stacklevel=2)
             return None
         fix = "Raise max_length, remove the sample, or use too_long='drop'"
         if self.too_long == "refuse":
-            raise ConfigError(sample.source, len(sample), said, fix)
+            raise ConfigError(sample.source, len(sample), message, fix)
         if set(self.processor.token_ids.values()) & set(sample.ids[limit:]):
-            rule = f"{said}, and features of its items would be cut off"
+            rule = f"{message}, and features of its items would be cut off"
             raise ConfigError(sample.source, len(sample), rule, fix)
         if self.prompts or all(label == IGNORED for label in sample.labels[:limit]):
-            rule = f"{said}, and nothing to learn, or no question, would be left"
+            rule = f"{message}, and nothing to learn, or no question, would be left"
             raise ConfigError(sample.source, len(sample), rule, fix)
         return replace(sample, ids=sample.ids[:limit], labels=sample.labels[:limit])
 

@@ -301,10 +301,10 @@ def item_values(name: str, processor: Processor, config: Any, value: Any, frames
     item = read_item(value, sampling_rate=getattr(processor, "sampling_rate", None), frames=frames)
     names = input_names(config)
     is_video = isinstance(processor, ImageProcessingMixin) and _is_video(item)
-    found = _called(processor, list(item) if is_video else [item])
-    values = {key: torch.as_tensor(part) for key, part in own_inputs(config, found).items()}
+    outputs = _called(processor, list(item) if is_video else [item])
+    values = {key: torch.as_tensor(part) for key, part in own_inputs(config, outputs).items()}
     if not values:
-        rule = f"Its processor returned {sorted(found)}, of which the encoder takes none ({', '.join(names)})"
+        rule = f"Its processor returned {sorted(outputs)}, of which the encoder takes none ({', '.join(names)})"
         raise ConfigError(name, type(processor).__name__, rule, "Use the processor of the encoder's own family")
     if is_video and "num_frames" in names:  # [F, C, H, W] of one item
         pixels = values["pixel_values"]
@@ -353,16 +353,16 @@ class ItemLoad:
             ConfigError: the file cannot be read, or is not what its header says.
         """
         try:
-            found = item_values(self._name, self._processor, self._config, self._value, self._frames)
+            values = item_values(self._name, self._processor, self._config, self._value, self._frames)
         except ConfigError as error:
             raise ConfigError(f"{self._source}: {error.field}", error.got, error.rule, error.fix) from error
         form = self._form
-        others = found.keys() | form.values.keys()
+        others = values.keys() | form.values.keys()
         others.discard(form.main)
-        if unlike := [key for key in others if key not in found or not torch.equal(found[key], form.values[key])]:
+        if unlike := [key for key in others if key not in values or not torch.equal(values[key], form.values[key])]:
             rule = f"Its {unlike[0]} is not that of an item of the size in the header of its file"
             raise ConfigError(f"{self._source}: {self._name}", str(self._value), rule, "Use lazy=False")
-        return found[form.main]
+        return values[form.main]
 
     def lazily(self) -> Values:
         """What `item_values` returns, with the encoder's first input as a `LazyTensor`."""
@@ -433,8 +433,8 @@ class _Padded:
 
     def identity(self) -> bytes:
         """What tells it from other tensors, on all ranks."""
-        own = self.part.key() if isinstance(self.part, LazyTensor) else b""
-        return own + f"{self.shape} {self.fill}".encode()
+        key = self.part.key() if isinstance(self.part, LazyTensor) else b""
+        return key + f"{self.shape} {self.fill}".encode()
 
 
 def _called(processor: Processor, items: list[Any]) -> Mapping[str, Any]:

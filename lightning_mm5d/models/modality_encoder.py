@@ -128,8 +128,8 @@ class Projector(nn.Module):
         depth = 1 if config.kind == "linear" else config.depth
         widths = [input_width] + [output_width] * depth
         self.steps = [f"fc{step}" for step in range(1, depth + 1)]
-        for name, one, other in zip(self.steps, widths, widths[1:], strict=False):
-            self.add_module(name, nn.Linear(one, other, bias=config.bias))
+        for name, fan_in, fan_out in zip(self.steps, widths, widths[1:], strict=False):
+            self.add_module(name, nn.Linear(fan_in, fan_out, bias=config.bias))
         self.activation = ACT2FN[config.activation]
 
     def forward(self, features: Tensor, grid: Grid = None) -> Tensor:
@@ -288,18 +288,18 @@ def feature_counts(config: MultimodalConfig, name: str, inputs: Mapping[str, Ten
     if (before := callback("before")) is not None:
         inputs = before(dict(inputs))
     features, embedded = width(entry["model"]), config.get_text_config().hidden_size
-    own = None
+    custom = None
     if "class" in entry["projector"]:
-        own = encoder.projector if encoder is not None else built_projector(entry["projector"], field, device="meta")
+        custom = encoder.projector if encoder is not None else built_projector(entry["projector"], field, device="meta")
     counted: dict[ItemSize, int] = {}
     sizes = count_rows(entry["model"], inputs)
     for size in dict.fromkeys(sizes):
         now = _changed(callback("after"), size, features)
         frame = now.length // now.frames
-        if own is None:
+        if custom is None:
             length = projected_length(ProjectorConfig(**entry["projector"]), frame, now.grid)
         else:
-            length = len(_on_meta(own, (1, frame, features))[0])
+            length = len(_on_meta(custom, (1, frame, features))[0])
         counted[size] = _changed(callback("after_projector"), ItemSize(length * now.frames), embedded).length
     return [counted[size] for size in sizes]
 
@@ -309,12 +309,12 @@ def batch_keys(config: MultimodalConfig) -> dict[str, dict[str, str]]:
 
     A key is the input's own name, with the modality's name in front where two encoders or the text have that name.
     """
-    own = {name: input_names(entry["model"]) for name, entry in config.encoders.items()}
-    names = [key for keys in own.values() for key in keys]
+    inputs_of = {name: input_names(entry["model"]) for name, entry in config.encoders.items()}
+    names = [key for keys in inputs_of.values() for key in keys]
     taken = ("input_ids", "attention_mask", "position_ids", "labels", "inputs_embeds")
     return {
         name: {key: key if names.count(key) == 1 and key not in taken else f"{name}_{key}" for key in keys}
-        for name, keys in own.items()
+        for name, keys in inputs_of.items()
     }
 
 
@@ -329,10 +329,10 @@ def built_projector(described: Mapping[str, Any], field: str, device: str | None
     Raises:
         ConfigError: there is no such class, or its constructor takes other arguments.
     """
-    own = from_import_path(described["class"], f"{field}.projector", nn.Module)
+    projector_class = from_import_path(described["class"], f"{field}.projector", nn.Module)
     with torch.device(device or torch.get_default_device()):
         try:
-            return own(**(described.get("config") or {}))
+            return projector_class(**(described.get("config") or {}))
         except TypeError as error:
             rule = f"A projector is built again from its attribute `config`, a dict of keywords ({error})"
             fix = "Set self.config in its constructor, or use ProjectorConfig"
@@ -413,8 +413,8 @@ class ModalityEncoder(nn.Module):
         if self.projector is None:
             assert self.projector_config is not None
             self.projector = build_projector(self.projector_config, width(self.model.config), output_width)
-            own = next(self.projector.parameters())
-            if like is not None and (own.dtype, own.device) != (like.dtype, like.device):
+            parameter = next(self.projector.parameters())
+            if like is not None and (parameter.dtype, parameter.device) != (like.dtype, like.device):
                 self.projector.to(device=like.device, dtype=like.dtype)
 
     def forward(self, inputs: Inputs) -> Tensor:
@@ -431,8 +431,8 @@ class ModalityEncoder(nn.Module):
                 name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
                 for name, value in inputs.items()
             }
-        found = encode(self.model, inputs, self.feature_layer)
-        return self._projected(found.rows, found.sizes)
+        encoded = encode(self.model, inputs, self.feature_layer)
+        return self._projected(encoded.rows, encoded.sizes)
 
     def _projected(self, rows: Tensor, sizes: list[ItemSize]) -> Tensor:
         parameter = next(self.projector.parameters(), None) if self.projector is not None else None

@@ -37,10 +37,10 @@ def import_path(item: Any) -> str | None:
     module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module == "__main__" or "<" in name:
         return None
-    found: Any = sys.modules.get(module)
+    definition: Any = sys.modules.get(module)
     for step in name.split("."):
-        found = getattr(found, step, None)
-    return f"{module}:{name}" if found is item else None
+        definition = getattr(definition, step, None)
+    return f"{module}:{name}" if definition is item else None
 
 
 def written_path(item: Any) -> str | None:
@@ -70,19 +70,19 @@ def from_import_path(path: str, field: str, base: type | None = None) -> Any:
     if module.partition(".")[0] in {*sys.stdlib_module_names, "builtins"}:
         raise CheckpointUntrustedError(f"{field} names {path!r}, which belongs to the standard library; it is not run")
     try:
-        found: Any = import_module(module)
+        definition: Any = import_module(module)
         for step in name.split("."):
-            found = getattr(found, step)
+            definition = getattr(definition, step)
     except (ImportError, AttributeError) as error:
         fix = "Make it importable under that path, or compose the model again and load its weights"
         raise ConfigError(field, path, f"There is no such function or class ({error})", fix) from None
-    if not (inspect.isfunction(found) or inspect.isclass(found)) or import_path(found) != path:
+    if not (inspect.isfunction(definition) or inspect.isclass(definition)) or import_path(definition) != path:
         raise ConfigError(field, path, "It is neither a function nor a class defined there", "Name the definition")
-    if base is None and not inspect.isfunction(found):
+    if base is None and not inspect.isfunction(definition):
         raise CheckpointUntrustedError(f"{field} names {path!r}, which is no function; it is not run")
-    if base is not None and not (inspect.isclass(found) and issubclass(found, base)):
+    if base is not None and not (inspect.isclass(definition) and issubclass(definition, base)):
         raise CheckpointUntrustedError(f"{field} names {path!r}, which is no {base.__name__}; it is not run")
-    return found
+    return definition
 
 
 _SPEC = vars(configuration_utils).get("SubConfigSpec")  # None before transformers 5.23
@@ -187,8 +187,8 @@ def _entry(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sub_config(fields: Mapping[str, Any], model_class: str | None, where: str) -> PreTrainedConfig:
     if model_class is not None:
-        own = from_import_path(model_class, f"{where}.model_class", PreTrainedModel)
-        return own.config_class.from_dict(dict(fields))
+        cls = from_import_path(model_class, f"{where}.model_class", PreTrainedModel)
+        return cls.config_class.from_dict(dict(fields))
     if "model_type" not in fields:
         raise ConfigError(f"{where}.model", sorted(fields), "It has no model_type", "Name the family of the encoder")
     return AutoConfig.for_model(**fields)
@@ -196,10 +196,10 @@ def _sub_config(fields: Mapping[str, Any], model_class: str | None, where: str) 
 
 def without_own_code(fields: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the fields of a configuration without callbacks; None where it names classes outside of transformers."""
-    own = copy.deepcopy(dict(fields))
-    classes = [own.get("language_model_class")]
-    for entry in own.get("encoders", {}).values():
+    config = copy.deepcopy(dict(fields))
+    classes = [config.get("language_model_class")]
+    for entry in config.get("encoders", {}).values():
         entry |= {"before": None, "after": None, "after_projector": None}
         classes += [entry.get("model_class"), entry.get("projector", {}).get("class")]
     of_transformers = [path is None or re.fullmatch(r"transformers\.models\.[\w.]+:\w+", path) for path in classes]
-    return own if all(of_transformers) else None
+    return config if all(of_transformers) else None

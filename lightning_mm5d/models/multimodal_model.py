@@ -95,7 +95,7 @@ class Placeholders:
         Raises:
             ConfigError: a batch had another number of features than of placeholders.
         """
-        self._copied = [one for one in self._copied if not one.settled()]
+        self._copied = [copied for copied in self._copied if not copied.settled()]
 
     def place(
         self,
@@ -467,9 +467,9 @@ class MultimodalModel(PreTrainedModel, GenerationMixin):
         rest = {key: value for key, value in kwargs.items() if not self._is_taken(key)}
         inputs = {}
         for name, keys in self.encoder_inputs.items():
-            own = {own: kwargs[key] for own, key in keys.items() if kwargs.get(key) is not None}
-            if any(len(value) for value in own.values()):
-                inputs[name] = own
+            values = {argument: kwargs[key] for argument, key in keys.items() if kwargs.get(key) is not None}
+            if any(len(value) for value in values.values()):
+                inputs[name] = values
         return inputs, rest
 
     def _is_taken(self, key: str) -> bool:

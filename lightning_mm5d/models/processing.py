@@ -137,12 +137,12 @@ class MultimodalProcessor:
     @property
     def pad_token_id(self) -> int:
         """The token of padding: the tokenizer's, or the one that ends a text; masks and labels leave it out."""
-        found = self.tokenizer.pad_token_id
-        found = self.tokenizer.eos_token_id if found is None else found
-        if found is None:
+        token = self.tokenizer.pad_token_id
+        token = self.tokenizer.eos_token_id if token is None else token
+        if token is None:
             rule = "Batches are padded with it, and this tokenizer has neither a pad_token nor an eos_token"
             raise ConfigError("tokenizer.pad_token", None, rule, "Set tokenizer.pad_token")
-        return int(found)
+        return int(token)
 
     def __call__(
         self,
@@ -176,8 +176,8 @@ class MultimodalProcessor:
         for index, words in enumerate(texts):
             begins = self.tokenizer.bos_token is not None and words.startswith(self.tokenizer.bos_token)
             ids = self.tokenizer(words, add_special_tokens=add_special_tokens and not begins)["input_ids"]
-            own = {name: lists[index] for name, lists in given.items()}
-            samples.append(self._sample(ids, [IGNORED] * len(ids), own, f"text[{index}]"))
+            text_items = {name: lists[index] for name, lists in given.items()}
+            samples.append(self._sample(ids, [IGNORED] * len(ids), text_items, f"text[{index}]"))
         return _as_tensors(self.batch(samples, padding_side=padding_side), return_tensors, ("labels",))
 
     def apply_chat_template(
@@ -246,7 +246,7 @@ class MultimodalProcessor:
             chat = self._chat.encode(messages, with_labels=with_labels, **options)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error.field}", error.got, error.rule, error.fix) from error
-        labels = [token if said else IGNORED for token, said in zip(chat.ids, chat.said, strict=True)]
+        labels = [token if spoken else IGNORED for token, spoken in zip(chat.ids, chat.said, strict=True)]
         return self._sample(chat.ids, labels, _items_of(messages), source, lazy=lazy)
 
     def batch(
@@ -286,8 +286,8 @@ class MultimodalProcessor:
             result[f"{name}_items"] = torch.tensor([sample.items.get(name, 0) for sample in samples])
             values = [value for sample in samples for value in sample.values.get(name, ())]
             if values:
-                found = joined(name, values, getattr(processor, "padding_value", 0.0))
-                result |= {self._keys[name][own]: value for own, value in found.items()}
+                tensors = joined(name, values, getattr(processor, "padding_value", 0.0))
+                result |= {self._keys[name][field]: value for field, value in tensors.items()}
         return result
 
     def decode(self, *args: Any, **options: Any) -> Any:
@@ -333,7 +333,7 @@ class MultimodalProcessor:
         if not path.is_file():
             rule = f"A saved processor has a file {NAME}"
             raise ConfigError("folder", str(folder), rule, "Pass the folder that save_pretrained wrote")
-        fields, found = json.loads(path.read_text(encoding="utf-8")), dict[str, Processor]()
+        fields, loaded = json.loads(path.read_text(encoding="utf-8")), dict[str, Processor]()
         for name, kind in fields["processors"].items():
             if Path(name).name != name:
                 rule = "It is the name of a modality"
@@ -343,10 +343,10 @@ class MultimodalProcessor:
                 fix = f"Write from_pretrained(folder, processors={{{name!r}: ...}})"
                 raise ConfigError(f"{path}: processors.{name}", kind, rule, fix)
             saved = folder / "processors" / name
-            found[name] = given[name] if name in given else _KINDS[kind][1].from_pretrained(saved)
+            loaded[name] = given[name] if name in given else _KINDS[kind][1].from_pretrained(saved)
         model = MultimodalConfig.from_dict(fields["model"]) if model is None else model
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        return cls(tokenizer, found, model, tokens=fields["tokens"], frames=fields["frames"])
+        return cls(tokenizer, loaded, model, tokens=fields["tokens"], frames=fields["frames"])
 
     def _per_text(self, name: str, value: Any, texts: Sequence[str]) -> list[list[Any]]:
         """The items of each text: as given, or in order, one for each placeholder."""
@@ -378,10 +378,10 @@ class MultimodalProcessor:
         seen = dict.fromkeys(self.processors, 0)
         for name, members in items.items():
             for member in members:
-                found, sizes = (self._told(name, member, source) if lazy else None) or self._processed(
+                tensors, sizes = (self._told(name, member, source) if lazy else None) or self._processed(
                     name, member, source
                 )
-                values[name].append(found)
+                values[name].append(tensors)
                 counts[name].append(sum(sizes))
                 seen[name] += len(sizes)
         names = {token: name for name, token in self.token_ids.items()}
@@ -456,12 +456,12 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _items_of(messages: Sequence[Message]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
+    items: dict[str, list[Any]] = {}
     for message in messages:
         for part in message.content:
             if isinstance(part, Item):
-                found.setdefault(part.name, []).append(part.value)
-    return found
+                items.setdefault(part.name, []).append(part.value)
+    return items
 
 
 def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Mapping[str, str]) -> dict[str, int]:

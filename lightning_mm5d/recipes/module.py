@@ -58,9 +58,9 @@ def _refused(field: str) -> Iterator[None]:
     except (ConfigError, CheckpointUntrustedError):
         raise
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        said = next(iter(str(error).splitlines()), type(error).__name__)
+        message = next(iter(str(error).splitlines()), type(error).__name__)
         fix = "Check the names of folders and the options"
-        raise ConfigError(field, type(error).__name__, f"transformers says: {said.rstrip('.')}", fix) from error
+        raise ConfigError(field, type(error).__name__, f"transformers says: {message.rstrip('.')}", fix) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,13 +113,13 @@ class ModelSource:
             ConfigError: there is no such model, or its parts do not fit together.
         """
         self.check()
-        said = {"dtype": self.dtype, "attn_implementation": self.attn_implementation}
-        options: dict[str, Any] = {key: value for key, value in said.items() if value is not None}
+        settings = {"dtype": self.dtype, "attn_implementation": self.attn_implementation}
+        options: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
         if self.pretrained is not None:
             return lightning_mm5d.from_pretrained(_class_of(self.pretrained), self.pretrained, **options)
         assert self.language_model is not None
-        encoders = {name: one.model for name, one in self.encoders.items()}
-        projectors = {name: one.projector for name, one in self.encoders.items()}
+        encoders = {name: encoder.model for name, encoder in self.encoders.items()}
+        projectors = {name: encoder.projector for name, encoder in self.encoders.items()}
         return MultimodalModel.from_pretrained_parts(
             encoders=encoders, language_model=self.language_model, projectors=projectors, **options
         )
@@ -133,7 +133,7 @@ class ModelSource:
         """
         if self.pretrained is not None:
             return load_processor(self.pretrained)
-        processors = {name: _part_processor(one.processor or one.model) for name, one in self.encoders.items()}
+        processors = {name: _part_processor(part.processor or part.model) for name, part in self.encoders.items()}
         return MultimodalProcessor(AutoTokenizer.from_pretrained(self.language_model), processors, model)
 
 
@@ -156,9 +156,9 @@ def _class_of(folder: str) -> Any:
     """The class that a saved model names, where transformers has it."""
     config = AutoConfig.from_pretrained(folder)
     for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel):
-            return found
+        cls = getattr(transformers, name, None)
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
+            return cls
     return AutoModelForImageTextToText
 
 
@@ -327,7 +327,7 @@ class MultimodalModule(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log how many generated answers are right, and write them to ``samples.jsonl`` in the root folder."""
         if self._shown:
-            right = sum(one["right"] for one in self._shown) / len(self._shown)
+            right = sum(sample["right"] for sample in self._shown) / len(self._shown)
             self.log("val_exact_match", right, prog_bar=True, sync_dist=True)
             if self.trainer.is_global_zero and not self.trainer.sanity_checking:
                 write_samples(Path(self.trainer.default_root_dir) / "samples.jsonl", self.global_step, self._shown)
@@ -400,11 +400,11 @@ def part_names(model: nn.Module) -> dict[str, str]:
     for name, encoder in discover(model).items():
         for path in encoder.owns:
             owners |= _halves(model, path, name)
-    found = {}
+    parts = {}
     for parameter, _ in model.named_parameters():
         under = [path for path in owners if parameter == path or parameter.startswith(f"{path}.")]
-        found[parameter] = owners[max(under, key=len)] if under else LANGUAGE
-    return found
+        parts[parameter] = owners[max(under, key=len)] if under else LANGUAGE
+    return parts
 
 
 def _halves(model: nn.Module, path: str, name: str) -> dict[str, str]:
@@ -451,12 +451,12 @@ def prompts(batch: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     mask = ids.new_ones(ids.shape) if mask is None else mask
     starts = [_last_answer(row)[0] for row in batch["labels"]]
-    kept = [row[:start][seen[:start].bool()] for row, seen, start in zip(ids, mask, starts, strict=True)]
-    width = max(len(row) for row in kept)
+    unpadded = [row[:start][seen[:start].bool()] for row, seen, start in zip(ids, mask, starts, strict=True)]
+    width = max(len(row) for row in unpadded)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    prompt = ids.new_full((len(kept), width), 0 if padding is None else padding)
-    seen = mask.new_zeros(len(kept), width)
-    for at, row in enumerate(kept):
+    prompt = ids.new_full((len(unpadded), width), 0 if padding is None else padding)
+    seen = mask.new_zeros(len(unpadded), width)
+    for at, row in enumerate(unpadded):
         prompt[at, width - len(row) :] = row
         seen[at, width - len(row) :] = 1
     rest = {key: value for key, value in batch.items() if key not in ("input_ids", "attention_mask", *_TEXT)}
@@ -483,7 +483,7 @@ def _last_answer(labels: Tensor) -> tuple[int, int]:
 
 def exact(tokenizer: Any, answer: Tensor, target: Tensor) -> dict[str, Any]:
     """Return what was generated and what was right, as text, and whether they are equal but for blanks around."""
-    got, wanted = (tokenizer.decode(one, skip_special_tokens=True).strip() for one in (answer, target))
+    got, wanted = (tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in (answer, target))
     return {"answer": got, "target": wanted, "right": got == wanted}
 
 
@@ -491,5 +491,5 @@ def write_samples(path: Path, step: int, shown: Sequence[Mapping[str, Any]]) -> 
     """Append samples to a JSONL file, each with the optimizer step at which it was generated."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        for one in shown:
-            file.write(json.dumps({"step": step, **one}, ensure_ascii=False) + "\n")
+        for sample in shown:
+            file.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")

@@ -175,8 +175,8 @@ def encode_header(entries: Mapping[str, Entry], metadata: Mapping[str, str], che
         metadata: free-form strings.
         checksums: which blocks, a colon, and the hexadecimal digits of all; None where nobody will verify them.
     """
-    own = {} if checksums is None else {CHECKSUMS: checksums}
-    tree: dict[str, Any] = {METADATA: {**metadata, **own}}
+    digests = {} if checksums is None else {CHECKSUMS: checksums}
+    tree: dict[str, Any] = {METADATA: {**metadata, **digests}}
     for name, entry in entries.items():
         shape = list(entry.shape)
         if entry.dtype is torch.float4_e2m1fn_x2:
