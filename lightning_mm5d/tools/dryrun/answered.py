@@ -129,10 +129,10 @@ class AnsweredGroups(Groups):
 
     def make(self, wishes: Iterable[Wish]) -> None:
         for wish in wishes:
-            if (key := (wish.ranks, wish.tag)) not in self._made:
+            if (key := (wish.ranks, wish.tag)) not in self._registered:
                 here = dist.get_rank() in wish.ranks
                 group = dist.new_group(list(wish.ranks), backend=BACKEND, group_desc=wish.tag or None) if here else None
-                self._made[key] = group
+                self._registered[key] = group
 
 
 @contextmanager
