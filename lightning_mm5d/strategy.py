@@ -391,10 +391,10 @@ class MultimodalStrategy(CheckpointStrategy):
             shards=served,
             num_shards=layout.num_replicas,
             seed=self._seed,
-            alone=all(len(layout.replica_ranks(number)) == 1 for number in served),
+            unshared=all(len(layout.replica_ranks(number)) == 1 for number in served),
             trainer=self._resume.watch(trainer) if trainer.training else None,
             shares=layout.microbatches(self.num_microbatches or 1) if trainer.training and layout.deals else None,
-            kept=[trainer, *module.modules()],
+            shared_objects=[trainer, *module.modules()],
         )
         tell_of_loader(self._features, dataloader, trainer, self._agreement)
         if self.microbatching == "loader" and self.num_microbatches is not None and self.num_microbatches > 1:

@@ -6,7 +6,7 @@ decodes the items of its own microbatches, and a rank of the language model none
 hook, a metric, one process without the strategy) decodes it there, so that no number depends on who reads.
 
 Workers of a DataLoader decode it as they would any image, unless the rank has told them that it reads a part only
-(`Kept`).
+(`StaysLazy`).
 
 Tensors of a batch that stay in host memory until something reads them.
 
@@ -160,7 +160,7 @@ _CASTS = {
 }
 
 
-class Kept:
+class StaysLazy:
     """Whether workers leave lazy tensors as they are; the main process of a rank says so, while they run."""
 
     def __init__(self) -> None:
@@ -174,11 +174,11 @@ class Kept:
         return bool(self._flag)
 
 
-_stay_lazy: Kept | bool = False
+_stay_lazy: StaysLazy | bool = False
 """in this process, which is a worker's"""
 
 
-def keep_in_worker(flag: Kept) -> None:
+def keep_in_worker(flag: StaysLazy) -> None:
     """Let this worker ask `flag` from now on."""
     global _stay_lazy
     _stay_lazy = flag

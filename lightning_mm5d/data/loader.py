@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_mm5d.config.features import part_of
 from lightning_mm5d.data.batches import LoaderBatches, ReplicaBatches
-from lightning_mm5d.data.lazy import Kept, keep_in_worker
+from lightning_mm5d.data.lazy import StaysLazy, keep_in_worker
 from lightning_mm5d.data.random_state import seed_all, seed_of, seeded
 from lightning_mm5d.data.replica_view import as_replica, become_replica
 from lightning_mm5d.data.resumable import Position, Progress, Resumable, TrainerProgress
@@ -65,10 +65,10 @@ def shard_loader(
     shards: Sequence[int],
     num_shards: int,
     seed: int,
-    alone: bool = False,
+    unshared: bool = False,
     trainer: TrainerProgress | None = None,
     shares: Sequence[int] | None = None,
-    kept: Iterable[object] = (),
+    shared_objects: Iterable[object] = (),
 ) -> _Loader:
     """Return the loader of a rank that serves the replicas `shards` out of `num_shards`.
 
@@ -82,13 +82,13 @@ def shard_loader(
         shards: ascending indices of the served replicas.
         num_shards: number of replicas that share the data set.
         seed: an integer that all ranks agree on.
-        alone: whether no other rank loads the same shards.
+        unshared: whether no other rank loads the same shards.
         trainer: how far it is, for a loader whose position can be saved; None for one that always begins at its
             beginning.
         shares: microbatches of each replica, by which the feature that has ``dealing`` deals samples out; None for
             replicas that draw their own.
-        kept: objects that a data set may hold, and that copies of it share: the trainer, modules. With these, code
-            of users that loops over the loader gets the batches of the first shard.
+        shared_objects: what a data set may hold, and copies of it share: the trainer, modules. With these, code of
+            users that loops over the loader gets the batches of the first shard.
 
     Returns:
         A loader of the same class. It yields batches for one shard, `ReplicaBatches` for several.
@@ -109,11 +109,11 @@ def shard_loader(
         if hasattr(dataloader, "state_dict"):
             rule = "A loader of an IterableDataset with a state of its own cannot be read for each"
             raise unservable(dataloader, rule, "Use a DataLoader, or a map-style data set")
-        first, *others = (_stream(dataloader, shard, num_shards, seed, trainer, [*kept]) for shard in shards)
-        first.others, first.is_of_trainer = others, bool(kept)
+        first, *others = (_stream(dataloader, shard, num_shards, seed, trainer, [*shared_objects]) for shard in shards)
+        first.others, first.is_of_trainer = others, bool(shared_objects)
         return first  # type: ignore[return-value]
-    loader = _served(_copied(dataloader, _ShardIteration), shards, num_shards, seed, alone, trainer, shares)
-    loader.is_of_trainer = bool(kept)
+    loader = _served(_copied(dataloader, _ShardIteration), shards, num_shards, seed, unshared, trainer, shares)
+    loader.is_of_trainer = bool(shared_objects)
     return loader
 
 
@@ -158,9 +158,9 @@ def _served(
     if loader.generator is None:
         loader.generator = torch.Generator()
         loader.reseeds_generator = True
-    loader.kept = Kept() if loader.num_workers else None
+    loader.stays_lazy = StaysLazy() if loader.num_workers else None
     loader.worker_init_fn = _SeedWorker(
-        tuple(shards), num_shards, loader.num_workers, loader.worker_init_fn, loader.kept
+        tuple(shards), num_shards, loader.num_workers, loader.worker_init_fn, loader.stays_lazy
     )
     loader.num_workers *= count
     if hasattr(loader, "in_order"):
@@ -208,7 +208,7 @@ class _ShardIteration(Resumable):
     served_indices: Any
     generator: torch.Generator
     reseeds_generator = False
-    kept: Kept | None = None
+    stays_lazy: StaysLazy | None = None
     """by workers; None without any"""
     is_of_trainer = False
 
@@ -317,15 +317,15 @@ class _SeedWorker:
     num_shards: int
     workers: int  # of each shard
     init_fn: Callable[[int], None] | None
-    kept: Kept | None
+    stays_lazy: StaysLazy | None
 
     def __call__(self, worker_id: int) -> None:
         worker, position = divmod(worker_id, len(self.shards))
         base_seed = torch.initial_seed() - worker_id
         become_replica(self.shards[position], self.num_shards, worker, self.workers)
         seed_all(seed_of(base_seed, "worker", worker, self.shards[position]))
-        if self.kept is not None:
-            keep_in_worker(self.kept)
+        if self.stays_lazy is not None:
+            keep_in_worker(self.stays_lazy)
         if self.init_fn is not None:
             self.init_fn(worker)
 

@@ -92,7 +92,7 @@ class OwnItems(Attached, AroundSteps):
         is_followed = batches + 1 < self._trainer.num_training_batches
         for loader in self._loaders:
             loader.ahead = self._begin if is_followed else None
-            switch = getattr(loader, "kept", None)
+            switch = getattr(loader, "stays_lazy", None)
             if switch is not None:
                 switch.set(not all(reads.values()))
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_mm5d import LazyTensor
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.lazy import Kept, keep_in_worker
+from lightning_mm5d.data.lazy import StaysLazy, keep_in_worker
 from lightning_mm5d.data.microbatch import split
 from lightning_mm5d.features.sample_proof import digests
 
@@ -225,7 +225,7 @@ class Held(Items):
 class Asking:
     """Tells a worker what it keeps."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: StaysLazy) -> None:
         self.kept = kept
 
     def __call__(self, worker: int) -> None:
@@ -234,7 +234,7 @@ class Asking:
 
 @pytest.mark.parametrize("said", [None, True, False])
 def test_workers_load_it_unless_they_are_told_to_keep_it(said: bool | None) -> None:
-    kept = Kept()
+    kept = StaysLazy()
     if said is not None:
         kept.set(said)
     loader = DataLoader(
@@ -249,7 +249,7 @@ def test_workers_load_it_unless_they_are_told_to_keep_it(said: bool | None) -> N
 
 
 def test_workers_load_what_they_cannot_send() -> None:
-    kept = Kept()
+    kept = StaysLazy()
     loader = DataLoader(Held(load), batch_size=2, num_workers=1, worker_init_fn=Asking(kept))
     for index, batch in enumerate(loader):
         assert torch.equal(batch * 1, torch.stack([load(2 * index), load(2 * index + 1)]))

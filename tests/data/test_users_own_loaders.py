@@ -44,7 +44,7 @@ class Stream:
 
 
 def _alone(loader: Any, **options: Any) -> Any:
-    return shard_loader(loader, shards=[0], num_shards=1, seed=1, alone=True, **options)
+    return shard_loader(loader, shards=[0], num_shards=1, seed=1, unshared=True, **options)
 
 
 def test_a_batch_sampler_shows_its_attributes_and_takes_new_values() -> None:

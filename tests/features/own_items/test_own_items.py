@@ -47,7 +47,7 @@ class Telling(Toy):
 
     def on_train_end(self) -> None:
         loader = self.trainer.train_dataloader
-        kept = getattr(loader, "kept", None)
+        kept = getattr(loader, "stays_lazy", None)
         self.told = isinstance(loader, Resumable), None if kept is None else bool(kept)
 
 
