@@ -84,7 +84,7 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         return self._result(key, lambda: func(*args, **kwargs))
 
-    def alone(self, name: str, args: tuple[Tensor, ...], compute: Callable[[], Any]) -> Any:
+    def as_one_operation(self, name: str, args: tuple[Tensor, ...], compute: Callable[[], Any]) -> Any:
         """Return ``compute()``, whose operations are none of their own; it is counted among those of its name alone."""
         if name not in self._operations:
             return compute()
@@ -144,7 +144,7 @@ def as_one(name: str, args: tuple[Tensor, ...], compute: Callable[[], Any]) -> A
     if around is None:
         return compute()
     with _disabled():
-        return around.alone(name, args, compute)
+        return around.as_one_operation(name, args, compute)
 
 
 def unseen() -> AbstractContextManager[Any]:

@@ -10,7 +10,7 @@ and for both the *mean* over the R ranks is the true gradient: so gradients are 
 once a step. The backward multiplies by R where a full tensor was gathered, and divides by R where one was scattered.
 
 **Split.** A `TokenSplit` says which tokens of a sequence each rank of a group holds. It is plain data and the same on
-every rank: for each rank the ranges of its tokens. Results that depend on a split alone live on it (`kept`).
+every rank: for each rank the ranges of its tokens. Results that depend on a split alone live on it (`cached`).
 
 **Functions along the sharded dim.** Tokens may lie on any rank (`ShardedSequence`), so a view of several sequences as
 one, a stretch of a sequence and a loss over tokens are again sharded tensors. With the rules of `operations` these
@@ -93,7 +93,9 @@ class TokenSplit:
 
     def indices(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
         """int64 ``[S_rank]``: the tokens of a rank, ascending. Kept per device: do not write to it."""
-        return self.kept(("indices", rank, torch.device(device)), lambda: on_device(_tokens(self.ranges[rank]), device))
+        return self.cached(
+            ("indices", rank, torch.device(device)), lambda: on_device(_tokens(self.ranges[rank]), device)
+        )
 
     def order(self, device: torch.device | str = "cpu") -> Tensor:
         """int64 ``[S]``: where each token is when the tokens of all ranks stand in a row, so that
@@ -104,9 +106,9 @@ class TokenSplit:
             order = torch.empty_like(row).scatter_(0, row, torch.arange(self.size, device="cpu"))
             return on_device(order, device)
 
-        return self.kept(("order", torch.device(device)), inverse)
+        return self.cached(("order", torch.device(device)), inverse)
 
-    def kept(self, name: Hashable, make: Callable[[], T]) -> T:
+    def cached(self, name: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` made of this split the first time, for as long as the split lives."""
         if name not in self._memo:
             with torch.inference_mode(False):  # autograd may meet it later

@@ -153,7 +153,7 @@ def test_tiles_of_a_few_tokens_are_exact() -> None:
 
 
 def test_masks_that_are_not_kept_are_evaluated_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_mm5d.context_parallel.masks.mask.KEPT", 0)
+    monkeypatch.setattr("lightning_mm5d.context_parallel.masks.mask.MASK_BYTES", 0)
     function = image_blocks(2, 300)
     check(Mask(function, batch=2, q_length=300, k_length=300, device="cpu"), brute(function, 2, 300, 300))
 

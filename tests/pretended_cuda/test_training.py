@@ -363,7 +363,7 @@ def waited(rank: int) -> dict[str, int]:
         attend_backward(out, q, q, q, out, lse, tiles, Scoring(1.0))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_mm5d.context_parallel.masks.mask.KEPT", 0)
+        patch.setattr("lightning_mm5d.context_parallel.masks.mask.MASK_BYTES", 0)
         for name, run in {
             "outputs of microbatches": lambda: merge(outputs, [1, 3]),
             "places of tokens": lambda: Places.of(tokens, q.device, is_padded=True),
@@ -467,10 +467,10 @@ def remembering(rank: int, folder: Path) -> str:
         return RankReports(store, topic, rank=rank, world_size=2, timeout=timedelta(seconds=30))
 
     memory = in_memory.HostMemory(1)
-    assert memory.found(in_memory.Nodes(rank, 2, 1), reports) is None
+    assert memory.newest_checkpoint(in_memory.Nodes(rank, 2, 1), reports) is None
     trainer: Any = SimpleNamespace(callbacks=[], strategy=SimpleNamespace(root_device=device))
     memory.attach(trainer, lambda trainer: None, lambda: None)
-    group = memory.made(reports("save"), [], {})._group
+    group = memory.next_save(reports("save"), [], {})._group
     memory.close(failed=True)
     return dist.get_backend(group)
 

@@ -41,7 +41,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_mm5d.context_parallel.exchange.ring import Alone, Core, Local, Ring, nothing, precise
+from lightning_mm5d.context_parallel.exchange.ring import Core, Local, LocalKeys, Ring, nothing, precise
 from lightning_mm5d.context_parallel.exchange.ulysses import Gather, Heads, SumScattered, joined, within
 from lightning_mm5d.context_parallel.masks.mask import Mask, Scoring
 from lightning_mm5d.sharded.collectives import TensorGroup
@@ -236,7 +236,9 @@ def local_attention(
             f" queries and {len(k_tokens)} keys."
         )
     _check_heads(q, k, v, sinks)
-    return _Attention.apply(q, k, v, sinks, _Way(core=Alone(Local(mask, Scoring(scale, softcap)), q_tokens, k_tokens)))
+    return _Attention.apply(
+        q, k, v, sinks, _Way(core=LocalKeys(Local(mask, Scoring(scale, softcap)), q_tokens, k_tokens))
+    )
 
 
 def first_tokens(mask: Mask, size: int, device: torch.device) -> Tensor:
@@ -268,13 +270,13 @@ def _way(
     device = q.device
     local, tokens = Local(mask, scoring), first_tokens(mask, split.size, device)
     if groups.whole.size == 1:
-        return _Way(core=Alone(local, tokens, tokens))
+        return _Way(core=LocalKeys(local, tokens, tokens))
     if mode == "allgather":
         return _Way(core=Gathered(local, split, groups.whole, tokens))
     if mode == "ring":
         return _Way(core=Ring(local, split, groups.nested or (groups.whole,), device))
     if mode == "ulysses":
-        return _Way(core=Alone(local, tokens, tokens), heads=Heads(groups.whole, split, q.shape[1], k.shape[1]))
+        return _Way(core=LocalKeys(local, tokens, tokens), heads=Heads(groups.whole, split, q.shape[1], k.shape[1]))
     assert groups.nested is not None
     outer, inner = groups.nested
     heads = Heads(inner, within(split, inner.size, outer.index), q.shape[1], k.shape[1])
@@ -329,7 +331,7 @@ class _Attention(torch.autograd.Function):
                 q, k, v = heads.enter([q], [k, v])
             out, lse = as_one("mm5d.attention", (q, k, v), lambda: way.core.forward(q, k, v))
             if sinks is not None:
-                logits = sinks if heads is None else sinks[heads.own]
+                logits = sinks if heads is None else sinks[heads.query_heads]
                 logits = logits.to(lse.dtype).view(-1, 1)
                 out = out * torch.sigmoid(lse - logits).unsqueeze(-1)
                 lse = torch.logaddexp(lse, logits)
@@ -352,7 +354,7 @@ class _Attention(torch.autograd.Function):
             dq, dk, dv = ctx.way.core.backward(d_out, q, k, v, out, lse)
             d_sinks = None
             if sinks is not None and ctx.needs_input_grad[3]:
-                d_sinks, rank_heads = torch.zeros_like(sinks), slice(None) if heads is None else heads.own
+                d_sinks, rank_heads = torch.zeros_like(sinks), slice(None) if heads is None else heads.query_heads
                 shares = torch.exp(sinks[rank_heads].to(lse.dtype).view(-1, 1) - lse)
                 d_sinks[rank_heads] = -(shares * (d_out.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
             if heads is not None:

@@ -96,7 +96,7 @@ class Local:
         return tiles if tiles.kinds.any() else None
 
 
-class Alone:
+class LocalKeys:
     """Attention with no keys but those that are here; a `Core`.
 
     Args:

@@ -49,7 +49,7 @@ class Places(NamedTuple):
     @staticmethod
     def of(split: TokenSplit, device: torch.device, *, is_padded: bool) -> Places:
         """Return the places of tokens in the parts of `split`, each filled up to the longest where `is_padded`."""
-        return split.kept(("places", is_padded, device), lambda: Places._make_of(split, device, is_padded))
+        return split.cached(("places", is_padded, device), lambda: Places._make_of(split, device, is_padded))
 
     @staticmethod
     def _make_of(split: TokenSplit, device: torch.device, is_padded: bool) -> Places:
@@ -175,7 +175,7 @@ def joined(split: TokenSplit, size: int) -> TokenSplit:
         groups = [split.ranges[start : start + size] for start in range(0, split.ranks, size)]
         return TokenSplit.of([sorted(chain(*group)) for group in groups], split.size)
 
-    return split.kept(("joined", size), make)
+    return split.cached(("joined", size), make)
 
 
 def within(split: TokenSplit, size: int, index: int) -> TokenSplit:
@@ -192,7 +192,7 @@ def within(split: TokenSplit, size: int, index: int) -> TokenSplit:
             at += end - start
         return TokenSplit.of(parts, at)
 
-    return split.kept(("within", size, index), make)
+    return split.cached(("within", size, index), make)
 
 
 class Heads:
@@ -205,7 +205,7 @@ class Heads:
         keys: G.
 
     Attributes:
-        own: this rank's query heads.
+        query_heads: this rank's query heads.
         repeats: whether some key head goes to several ranks.
     """
 
@@ -220,7 +220,7 @@ class Heads:
         self.repeats = sum(b - a for a, b in self._keys) > keys
         start, end = self._queries[group.index]
         first, last = self._keys[group.index]
-        self.own = slice(start, end)
+        self.query_heads = slice(start, end)
         reads = [head // ratio - first for head in range(start, end)]  # of each own query head, its key head
         count = last - first
         is_even = count == 0 or (len(reads) % count == 0 and reads == sorted([*range(count)] * (len(reads) // count)))

@@ -98,7 +98,7 @@ class Blocks:
 
 def blocks_of(tiles: Tiles, device: torch.device) -> Blocks:
     """Return what FlexAttention needs of `tiles`, made at the first call."""
-    return tiles.kept(("blocks", device), lambda: Blocks(tiles, device))
+    return tiles.cached(("blocks", device), lambda: Blocks(tiles, device))
 
 
 def padded_length(length: int) -> int:

@@ -117,7 +117,7 @@ class Plan:
 
 def plan(tiles: Tiles, *, by_keys: bool, longest: int | None = None) -> Plan:
     """Return the plan of `tiles`, made at the first call; arguments as of `Plan`."""
-    return tiles.kept(("plan", by_keys, longest), lambda: Plan(tiles, by_keys, longest))
+    return tiles.cached(("plan", by_keys, longest), lambda: Plan(tiles, by_keys, longest))
 
 
 def _bias(tiles: Tiles, row: int, q: slice, k: slice, like: Tensor) -> Bias:

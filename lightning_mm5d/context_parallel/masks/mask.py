@@ -14,8 +14,8 @@ and the time with the number of mixed ones. Example: of a causal mask over 512 t
 PARTIAL, all by their bounds.
 
 **Caches.** `hooks.layer_attention.Interface` makes a `Caches` for its session and clears it at the end; masks and their
-tiles carry it to the kernels. Results that depend on a single object live on that object instead (`Tiles.kept`,
-`TokenSplit.kept`).
+tiles carry it to the kernels. Results that depend on a single object live on that object instead (`Tiles.cached`,
+`TokenSplit.cached`).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Caches:
 TILE = 128
 EMPTY, PARTIAL, FULL = 0, 1, 2
 AT_ONCE = 1 << 20  # pairs that are evaluated at once, and four times the tiles whose bounds are
-KEPT = 256 << 20  # bytes of masks of partial tiles that are kept
+MASK_BYTES = 256 << 20  # bytes of masks of partial tiles that are kept
 
 
 class Scoring(NamedTuple):
@@ -175,7 +175,7 @@ class Tiles:
         self._masks: list[Tensor] = []
         self._mask_numbers: dict[bytes, int] = {}
 
-    def kept(self, name: Hashable, make: Callable[[], T]) -> T:
+    def cached(self, name: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` made of these tiles the first time, for as long as they live."""
         if name not in self._memo:
             self._memo[name] = make()
@@ -216,7 +216,7 @@ class Tiles:
             return torch.full((1, 1), kind == FULL, device=self._device).expand(TILE, TILE)
         place = int(np.searchsorted(self._partial[row], i * self.kinds.shape[2] + j))
         if self._which[row][place] < 0:
-            if len(self._masks) * TILE * TILE >= KEPT:
+            if len(self._masks) * TILE * TILE >= MASK_BYTES:
                 mask = self._judges[row].exact(torch.tensor([i]), torch.tensor([j]))[0]  # of too many
                 return on_device(mask, self._device)
             self._keep(row, place)

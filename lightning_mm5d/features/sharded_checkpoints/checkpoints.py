@@ -209,7 +209,7 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
         make_save: Callable[..., Save] = Save
         saves, open_reports = self._saves, self._open_reports
         if memory is not None:
-            saves, open_reports, make_save = self._memory_saves, self._open_memory_reports, memory.made
+            saves, open_reports, make_save = self._memory_saves, self._open_memory_reports, memory.next_save
         saves.finish()
         # which returns once this rank's shards are copied
         in_thread = memory is not None or (self._in_thread and run.goes_on)
@@ -295,7 +295,7 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
     @override
     def newest_in_memory(self, rank: int, world_size: int, per_node: int) -> Path | None:
         nodes = Nodes(rank, world_size, per_node)
-        return None if self._memory is None else self._memory.found(nodes, self._open_memory_reports)
+        return None if self._memory is None else self._memory.newest_checkpoint(nodes, self._open_memory_reports)
 
     @override
     def earlier(self, path: str | os.PathLike[str]) -> list[Path]:

@@ -66,7 +66,7 @@ from lightning_mm5d.storage.files import WrittenFile, write_whole
 
 SHARED_MEMORY = Path("/dev/shm")
 _RUN, _RESTARTS = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"  # variables that an agent sets
-KEPT = 2  # the newest one may not have come to all nodes
+KEPT_CHECKPOINTS = 2  # the newest one may not have come to all nodes
 _CHUNK_BYTES = 64 * 2**20  # sent at once
 _LINE_BYTES = 2**12  # of what a rank asks for
 _LAST_S = 10.0  # how long the last process of a node waits for the ends of the others
@@ -227,7 +227,7 @@ class MemorySave(Save):
             return
         if self._nodes.rank:
             write_whole(self._folder / MANIFEST, self.reports.hear("manifest").encode())
-        _keep_newest(self._folder.parent, KEPT)
+        _keep_newest(self._folder.parent, KEPT_CHECKPOINTS)
 
 
 def exchange_files(folder: Path, names: Sequence[str], after: int, before: int, group: ProcessGroup) -> None:
@@ -384,7 +384,7 @@ class HostMemory:
 
     # --- going on ---
 
-    def found(self, nodes: Nodes, open_reports: Callable[[str], RankReports]) -> Path | None:
+    def newest_checkpoint(self, nodes: Nodes, open_reports: Callable[[str], RankReports]) -> Path | None:
         """Return the checkpoint that this fit goes on from, None where there is none; collective.
 
         Args:
@@ -482,7 +482,7 @@ class HostMemory:
         self._trainer, self._callback = trainer, SaveInMemory(self._every, save, await_copies)
         vars(trainer)["callbacks"].insert(0, self._callback)
 
-    def made(self, reports: RankReports, optimizers: Sequence[Optimizer], fields: Mapping[str, Any]) -> MemorySave:
+    def next_save(self, reports: RankReports, optimizers: Sequence[Optimizer], fields: Mapping[str, Any]) -> MemorySave:
         """Return the next save."""
         assert self._folder is not None
         assert self._nodes is not None

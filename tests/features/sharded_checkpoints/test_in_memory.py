@@ -130,7 +130,7 @@ def test_ranks_that_were_started_again_say_that_nothing_is_in_memory(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
     warnings.simplefilter("always")
-    assert HostMemory(1).found(Nodes(0, 1, 1), reports_of_one) is None
+    assert HostMemory(1).newest_checkpoint(Nodes(0, 1, 1), reports_of_one) is None
     told = [str(one.message) for one in recwarn if "No checkpoint in memory has all its files" in str(one.message)]
     assert len(told) == restarts
 
@@ -141,7 +141,7 @@ def test_ranks_that_nobody_starts_again_write_nothing_and_say_so(monkeypatch: py
 
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     with pytest.warns(UserWarning, match="in_memory_every_n_steps does nothing here: torchrun has not started"):
-        assert HostMemory(1).found(Nodes(0, 1, 1), reports) is None
+        assert HostMemory(1).newest_checkpoint(Nodes(0, 1, 1), reports) is None
 
 
 def exchanged(rank: int, folder: Path) -> None:
@@ -188,7 +188,7 @@ def begun_again(rank: int, folder: Path) -> tuple[str, list[str], bytes]:
         return RankReports(store, topic, rank=rank, world_size=2, timeout=timedelta(seconds=30))
 
     memory = HostMemory(1)
-    found = memory.found(Nodes(rank, 2, 1), reports)
+    found = memory.newest_checkpoint(Nodes(rank, 2, 1), reports)
     assert found is not None
     readers, read = memory.elsewhere(found, reports), bytearray(3)
     for reader in list(readers.values())[1:]:
