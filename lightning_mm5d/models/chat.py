@@ -69,7 +69,7 @@ class EncodedChat:
     """Token ids ``[S]`` with one placeholder per item, and for each token whether the assistant says it."""
 
     ids: list[int]
-    said: list[bool]
+    spoken: list[bool]
 
 
 def default_template(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -246,7 +246,7 @@ class MultimodalProcessor:
             chat = self._chat.encode(messages, with_labels=with_labels, **options)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error.field}", error.got, error.rule, error.fix) from error
-        labels = [token if spoken else IGNORED for token, spoken in zip(chat.ids, chat.said, strict=True)]
+        labels = [token if spoken else IGNORED for token, spoken in zip(chat.ids, chat.spoken, strict=True)]
         return self._sample(chat.ids, labels, _items_of(messages), source, lazy=lazy)
 
     def batch(

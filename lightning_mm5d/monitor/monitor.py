@@ -318,7 +318,7 @@ class Monitor:
             and (entry["wait"] is None or entry["wait"]["seconds"] < READS_AFTER_S or self._is_silent(rank, now))
             and rank != self._rank
         ]
-        slow = "; ".join(f"rank {rank} is in {verdict.said(entries[rank])}" for rank in busy[:4])
+        slow = "; ".join(f"rank {rank} is in {verdict.place_text(entries[rank])}" for rank in busy[:4])
         mine = f"{wait.operation} for {waited:.0f} s"
         slow = slow or "all ranks wait, and none makes progress"
         if waited > self._watchdog:

@@ -84,7 +84,7 @@ def deadlock(entries: Entries, seconds: float) -> str | None:
     return f"ranks wait for each other in different places: {told}. {advice}"
 
 
-def said(entry: Entry) -> str:
+def place_text(entry: Entry) -> str:
     """Return where a rank is, for a message: its stages and its action, or its hook and batch."""
     if entry.get("action"):
         return str(entry["action"])
@@ -237,5 +237,5 @@ class Losses:
 
 def _cause(board: Board | None, rank: int, how: str, patience: float) -> Entry:
     entry = board.entries.get(rank) if board is not None else None
-    place = f" ({said(entry)})" if entry else ""
+    place = f" ({place_text(entry)})" if entry else ""
     return {"kind": "lost", "rank": rank, "line": f"rank {rank}{place} failed first: {how}", "patience": patience}

@@ -41,7 +41,7 @@ from lightning_mm5d.engine.ordered_transport import OrderedTransport
 from lightning_mm5d.engine.transport import Transport, TransportError
 from lightning_mm5d.monitor.monitor import Monitor, one_line
 from lightning_mm5d.monitor.stack import failed_in_communication, is_installed, place_of
-from lightning_mm5d.monitor.verdict import said
+from lightning_mm5d.monitor.verdict import place_text
 
 _REPEATED = (RankLostError, RankMismatchError, WatchdogTimeoutError)
 _BLOCKING = {
@@ -145,7 +145,7 @@ class Guard:
         if isinstance(error, SIGTERMException):
             self._end_by_sigterm(error)
         place = place_of(error.__traceback__)
-        where = said({**position(self._trainer), **self._traffic(), "where": place.where, "phase": place.phase})
+        where = place_text({**position(self._trainer), **self._traffic(), "where": place.where, "phase": place.phase})
         is_cut_off = _came_of_another(error)  # and nobody knows by which rank
         met = "called a rank that had ended or" if monitor.is_closed else "lost its connection to a rank that"
         what = f"{met} {FAILED_FIRST}" if is_cut_off else FAILED_FIRST

@@ -25,7 +25,7 @@ def encoder(made: PreTrainedTokenizerFast) -> ChatEncoder:
 
 def said(made: PreTrainedTokenizerFast, *messages: Message) -> str:
     found = encoder(made).encode(messages, with_labels=True)
-    return made.decode([token for token, is_said in zip(found.ids, found.said, strict=True) if is_said])
+    return made.decode([token for token, is_said in zip(found.ids, found.spoken, strict=True) if is_said])
 
 
 TALK = (

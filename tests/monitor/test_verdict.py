@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_mm5d.monitor.stack import AFTER_BATCHES, START_OF_BATCH, Looker, Place, Wait, place_of, readable
-from lightning_mm5d.monitor.verdict import deadlock, said
+from lightning_mm5d.monitor.verdict import deadlock, place_text
 
 
 def entry(operation: str = "barrier", **fields: Any) -> dict[str, Any]:
@@ -75,10 +75,12 @@ def test_ranks_in_different_places_are_told_what_to_change(name: str) -> None:
 
 def test_a_place_has_the_stages_of_its_rank() -> None:
     stages = ["vision.0", "language.0"]
-    assert said({"loop": "training", "batch": -1, "stages": stages}) == "vision.0, language.0: training"
-    many = said({"where": "setup", "stages": [f"language.{number}" for number in range(6)]})
+    assert place_text({"loop": "training", "batch": -1, "stages": stages}) == "vision.0, language.0: training"
+    many = place_text({"where": "setup", "stages": [f"language.{number}" for number in range(6)]})
     assert many == "language.0, language.1, language.2, language.3 and 2 more: setup"
-    assert said({"action": "language.1, forward of microbatch 0", "stages": stages}).startswith("language.1, forward")
+    assert place_text({"action": "language.1, forward of microbatch 0", "stages": stages}).startswith(
+        "language.1, forward"
+    )
 
 
 def barrier() -> None:
