@@ -124,14 +124,14 @@ class Replay:
         generators: for each random source, the generator to draw from; it already has its first state.
         known: states of the generators at each random operation; none means that they draw from one stream.
         noted: where to note these states.
-        final: called with each memory of `kept` once it is final.
-        kept: the memories that are asked for.
+        final: called with each memory of `wanted` once it is final.
+        wanted: the memories that are asked for.
     """
 
     memories: Mapping[int, Memory]
     steps: Sequence[Step]
     generators: Sequence[Generator]
-    kept: frozenset[int]
+    wanted: frozenset[int]
     final: Callable[[int, UntypedStorage], None]
     known: States | None = None
     noted: States | None = None
@@ -148,7 +148,7 @@ class Replay:
             if step.operation.draw and isinstance(step.operation.draw.restore, int)
         }
         marks |= {end for end in (ends or {}).values() if isinstance(end, int)}
-        for memory in self.kept - last.keys():
+        for memory in self.wanted - last.keys():
             self._hand_over(memory)
         dtype = torch.get_default_dtype()
         try:
@@ -168,13 +168,13 @@ class Replay:
             self.generators[source].set_state(self._state(end))
 
     def _hand_over(self, memory: int) -> None:
-        if memory in self.kept:
+        if memory in self.wanted:
             self.final(memory, self._storage(memory))
         self._storages.pop(memory, None)
 
     def _storage(self, memory: int) -> UntypedStorage:
         if memory not in self._storages:
-            self._storages[memory] = _made(self.memories[memory])
+            self._storages[memory] = _initial_storage(self.memories[memory])
         return self._storages[memory]
 
     def _run(self, step: Step) -> None:
@@ -186,7 +186,7 @@ class Replay:
             if not step.dropped:
                 return self._storage(memory)
             if memory not in scratch:
-                scratch[memory] = _made(self.memories[memory])
+                scratch[memory] = _initial_storage(self.memories[memory])
             return scratch[memory]
 
         def value(item: Any) -> Any:
@@ -241,7 +241,7 @@ class Replay:
         view.tensor(self._storage(view.memory)).copy_(fresh)
 
 
-def _made(memory: Memory) -> UntypedStorage:
+def _initial_storage(memory: Memory) -> UntypedStorage:
     if memory.initial is not None:
         return memory.initial.clone().untyped_storage()
     return torch.zeros(memory.n_bytes, dtype=torch.uint8, device=memory.device).untyped_storage()

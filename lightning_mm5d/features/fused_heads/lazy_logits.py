@@ -258,18 +258,18 @@ class LazyLogits(NotYetComputed):
     _family: _Family
     _hidden: Tensor
     _pointwise: tuple[Pointwise, ...]
-    _found: Tensor | None
+    _logits: Tensor | None
     _known: tuple[int, int]
 
     def computed(self) -> Tensor:
         """Return the logits, which are computed at the first call."""
         wants = torch.is_grad_enabled() and _requires_grad(self)
-        if self._found is None or (wants and not self._found.requires_grad):
+        if self._logits is None or (wants and not self._logits.requires_grad):
             logits = self._family.head.logits(self._source())
             for function in self._pointwise:
                 logits = function(logits)
-            self._found = logits
-        return self._found
+            self._logits = logits
+        return self._logits
 
     def _source(self) -> Tensor:
         """The hidden states, which nothing has written to."""
@@ -282,7 +282,7 @@ class LazyLogits(NotYetComputed):
 
     def _is_lazy(self) -> bool:
         # without gradients it may be in the forward of an autograd function, whose backward must not be passed by
-        return self._found is None and (torch.is_grad_enabled() or not _requires_grad(self))
+        return self._logits is None and (torch.is_grad_enabled() or not _requires_grad(self))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -350,7 +350,7 @@ def _not_computed(family: _Family, hidden: Tensor, pointwise: tuple[Pointwise, .
     weight = family.head.module.weight
     shape = torch.Size([*hidden.shape[:-1], family.head.classes])
     lazy: LazyLogits = _Unseen.apply(_local(hidden), weight, shape, dtype)
-    lazy._family, lazy._hidden, lazy._pointwise, lazy._found = family, hidden, pointwise, None
+    lazy._family, lazy._hidden, lazy._pointwise, lazy._logits = family, hidden, pointwise, None
     lazy._known = family.writes, _version(hidden)
     family.members.append(weakref.ref(lazy))
     return lazy

@@ -83,7 +83,7 @@ def test_modules_of_torch_initialise_themselves_as_ever(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llava", "whisper", "clip"])
 def test_nothing_of_a_family_is_left_undefined(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = journal._made
+    made = journal._initial_storage
 
     def poisoned(memory: Memory) -> UntypedStorage:
         storage = made(memory)
@@ -93,7 +93,7 @@ def test_nothing_of_a_family_is_left_undefined(name: str, monkeypatch: pytest.Mo
         return storage
 
     poisoned_memories: list[int] = []
-    monkeypatch.setattr(journal, "_made", poisoned)
+    monkeypatch.setattr(journal, "_initial_storage", poisoned)
     seed_all()
     expected = CASES[name].make_module()
     module = on_meta(CASES[name].make_module)

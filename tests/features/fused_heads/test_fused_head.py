@@ -61,7 +61,7 @@ class Uses(TinyModule):
         self.log("train_loss", output.loss)
         if batch_idx % 2 == 0:
             logits = output.logits
-            self.spared += isinstance(logits, lazy_logits.LazyLogits) and logits._found is None
+            self.spared += isinstance(logits, lazy_logits.LazyLogits) and logits._logits is None
             return output.loss
         logits, labels = output.logits[:, :-1], batch["labels"][:, 1:]
         self.kept = output.logits

@@ -82,7 +82,7 @@ def test_losses_and_gradients_are_those_of_torch_without_the_logits(name: str, b
     found, expected = lazy.run(LOSSES[name]), plain.run(LOSSES[name])
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     assert isinstance(lazy.logits, LazyLogits)
-    assert lazy.logits._found is None
+    assert lazy.logits._logits is None
 
 
 @pytest.mark.parametrize("name", COMPUTED)
@@ -112,7 +112,7 @@ def test_it_tells_what_a_tensor_tells_without_being_computed() -> None:
         assert tell(lazy) == tell(plain)  # type: ignore[operator]
     assert (lazy.shape, lazy.dtype, lazy.device, lazy.requires_grad) == (plain.shape, plain.dtype, plain.device, True)
     assert isinstance(lazy, LazyLogits)
-    assert lazy._found is None
+    assert lazy._logits is None
     assert lazy.float().dtype == torch.float32
     assert lazy.to(lazy.dtype) is lazy
     assert repr(lazy) == repr(plain)
