@@ -100,7 +100,7 @@ def time() -> None:
         row(figure, median_ratio(pair, single), "", f"{milliseconds(pair)} / {milliseconds(single)}")
 
 
-def kept(turns: Turns, rank: int, mode: Any, size: int, ranks: int) -> int:
+def saved_bytes(turns: Turns, rank: int, mode: Any, size: int, ranks: int) -> int:
     """Bytes that autograd keeps of attention on this rank."""
     torch.distributed.init_process_group("gloo")
     whole = TensorGroup(torch.distributed.group.WORLD)  # type: ignore[arg-type]
@@ -124,9 +124,9 @@ def kept(turns: Turns, rank: int, mode: Any, size: int, ranks: int) -> int:
 
 def memory() -> None:
     for mode in MODES:
-        per_token = run(Side(1, partial(kept, mode=mode, size=2048, ranks=1)))[0] / 2048
+        per_token = run(Side(1, partial(saved_bytes, mode=mode, size=2048, ranks=1)))[0] / 2048
         for size, ranks in ((4096, 2), (8192, 2), (8192, 4), (16384, 4)):
-            most = max(run(Side(ranks, partial(kept, mode=mode, size=size, ranks=ranks))))
+            most = max(run(Side(ranks, partial(saved_bytes, mode=mode, size=size, ranks=ranks))))
             figure = f"attention kept by a rank, {mode}, {size} tokens on {ranks} ranks / S / R of one process"
             row(figure, most / (per_token * size / ranks), "1.00", f"{most / 2**20:.2f} MiB")
 

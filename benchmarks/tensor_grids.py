@@ -53,7 +53,7 @@ class Bytes(NamedTuple):
     """What one rank has and sends."""
 
     weights: float
-    kept: float
+    saved: float
     sent: float
 
 
@@ -128,14 +128,14 @@ def expected(modality: Modality, whole: Bytes) -> Bytes:
     shape, ranks, state = GridShape.of(modality), modality.tp_size, SAMPLES * TOKENS * WIDTH
     weights = 12 * WIDTH**2
     if shape is None:
-        return Bytes(BYTES * weights / ranks, whole.kept / ranks, BYTES * 8 * (ranks - 1) / ranks * state)
+        return Bytes(BYTES * weights / ranks, whole.saved / ranks, BYTES * 8 * (ranks - 1) / ranks * state)
     side = shape.side
     if shape.mode == "3d":
         sent = (side - 1) / side**3 * (39 * state + 3 * weights)
     else:
         sent = 3 * (side - 1) / side**2 * (7 * state / shape.depth + weights)
     parts = ranks if shape.mode == "3d" else side**2
-    return Bytes(BYTES * weights / parts, whole.kept / ranks, BYTES * sent)
+    return Bytes(BYTES * weights / parts, whole.saved / ranks, BYTES * sent)
 
 
 def _process(rank: int, ranks: int, port: int, results: Any) -> None:

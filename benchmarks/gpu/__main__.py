@@ -53,14 +53,16 @@ def run(checks: list[Check], out: Path, *, is_dry: bool, minutes: float, command
         cuda = probed["cuda"] or "not in this build"
         print(f"torch {probed['torch']} (CUDA {cuda}) finds no GPU; see docs/gpu.md")
         return 2
-    machine = Machine(is_dry=is_dry, found=probed)
+    machine = Machine(is_dry=is_dry, probed=probed)
     results = supervisor.run_all(checks, machine, minutes * 60)
     about = {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["bash", "scripts/gpu.sh", *command]),
         "machine": {**probed, "is_dry": is_dry},
     }
-    all_results = report.kept(out / "figures_gpu.json") | {name: {**about, **each} for name, each in results.items()}
+    all_results = report.stored_results(out / "figures_gpu.json") | {
+        name: {**about, **each} for name, each in results.items()
+    }
     report.keep(out / "figures_gpu.json", all_results)
     (out / "figures_gpu.md").write_text(report.page(all_results))
     print(f"written: {out}/figures_gpu.md and .json")

@@ -30,7 +30,7 @@ def compiled(machine: Machine) -> Iterator[Row]:
             "language": Modality(compute={"compile": how}),
         }
         strategy = MultimodalStrategy(modalities, batching={"num_microbatches": 2}, launch={"timeout": towers.TIMEOUT})
-        losses = towers.fit(towers.Towers(size), data, strategy, machine.own, times, precision="bf16-mixed")
+        losses = towers.fit(towers.Towers(size), data, strategy, machine.accelerator, times, precision="bf16-mixed")
         runs[bool(how)] = losses, statistics.median(times.seconds())
     (plain, before), (losses, after) = runs[False], runs[True]
     off = max(abs(loss - expected) / abs(expected) for loss, expected in zip(losses, plain, strict=True))
@@ -52,7 +52,7 @@ def fused_head(machine: Machine) -> Iterator[Row]:
         }
         one_process.free(machine)
         strategy = MultimodalStrategy(modalities, launch={"timeout": towers.TIMEOUT})
-        losses = towers.fit(one_process.Qwen(machine), data, strategy, machine.own, precision="bf16-true")
+        losses = towers.fit(one_process.Qwen(machine), data, strategy, machine.accelerator, precision="bf16-true")
         runs[is_fused] = losses, machine.peak_bytes()
     (plain, whole), (losses, less) = runs[False], runs[True]
     off = max(abs(loss - expected) / abs(expected) for loss, expected in zip(losses, plain, strict=True))

@@ -26,21 +26,21 @@ class Machine:
 
     Args:
         is_dry: whether a CPU stands for the GPUs, with small sizes.
-        found: what `probe` found.
+        probed: what `probe` found.
     """
 
     is_dry: bool
-    found: dict[str, Any]
+    probed: dict[str, Any]
 
     @property
     def gpus(self) -> int:
         """Return the number of GPUs; two in the dry mode."""
-        return 2 if self.is_dry else len(self.found["gpus"])
+        return 2 if self.is_dry else len(self.probed["gpus"])
 
     @property
     def gpu_bytes(self) -> int:
         """Return the memory of the first GPU."""
-        return 2**30 if self.is_dry else self.found["gpus"][0]["bytes"]
+        return 2**30 if self.is_dry else self.probed["gpus"][0]["bytes"]
 
     @property
     def device(self) -> torch.device:
@@ -61,7 +61,7 @@ class Machine:
         return SharedGPU()
 
     @property
-    def own(self) -> str:
+    def accelerator(self) -> str:
         """Return the accelerator of ranks that have a GPU each."""
         return self.pick("gpu", "cpu")
 

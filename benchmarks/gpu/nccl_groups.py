@@ -110,11 +110,11 @@ def training(machine: Machine) -> Iterator[Row]:
         "language": Modality(),
     }
     data = batches(SMALL, steps=3, samples=4)
-    plain = fit(Towers(SMALL), data, "auto", machine.own)
+    plain = fit(Towers(SMALL), data, "auto", machine.accelerator)
     for backend in (machine.backend, machine.pick("cpu:gloo,cuda:nccl", "cpu:gloo")):
         strategy = MultimodalStrategy(
             together, batching={"num_microbatches": 4}, launch={"process_group_backend": backend, "timeout": TIMEOUT}
         )
-        losses = fit(Towers(SMALL), data, strategy, machine.own)
+        losses = fit(Towers(SMALL), data, strategy, machine.accelerator)
         off = max(abs(loss - expected) / abs(expected) for loss, expected in zip(losses, plain, strict=True))
         yield Row(name=f"{backend}: losses, strategy and plain Lightning: relative difference", value=off, at_most=1e-5)

@@ -65,7 +65,9 @@ def steps(machine: Machine) -> Iterator[Row]:
     for kinds in ((), ("activations",), ("optimizer",)):
         free(machine)
         times, traces = Times(machine), [Trace(machine, kind) for kind in kinds]
-        towers.fit(towers.Towers(size), data, strategy(kinds), machine.own, times, *traces, precision="bf16-mixed")
+        towers.fit(
+            towers.Towers(size), data, strategy(kinds), machine.accelerator, times, *traces, precision="bf16-mixed"
+        )
         # the traced step is the last one
         measured[kinds] = statistics.median(times.seconds()[:-1]), machine.peak_bytes()
         if not kinds:

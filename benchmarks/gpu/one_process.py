@@ -207,7 +207,7 @@ def in_turns(
         times = Times(machine)
         free(machine)
         module, strategy = sides[name]()
-        losses = fit(module, data, strategy, machine.own, times, precision="bf16-true")
+        losses = fit(module, data, strategy, machine.accelerator, times, precision="bf16-true")
         seconds[name] += times.seconds()
         measured[name] = Side(statistics.median(seconds[name]), losses, machine.peak_bytes())
         del module, strategy
@@ -234,5 +234,5 @@ def peak_of(machine: Machine) -> float | None:
     """Return the FLOP/s that the first GPU can reach; None where its name is not known."""
     if machine.is_dry:
         return 1e12
-    name = machine.found["gpus"][0]["name"]
+    name = machine.probed["gpus"][0]["name"]
     return next((peak * 1e12 for part, peak in PEAKS.items() if all(word in name for word in part.split())), None)

@@ -134,7 +134,7 @@ def _bytes(machine: Machine, precision: str, count: int, **options: Any) -> floa
         strategy = MultimodalStrategy(
             schedule="gpipe", batching={"num_microbatches": count}, **options, launch={"timeout": TIMEOUT}
         )
-        fit(module, data, strategy, machine.own, peak, precision=precision)
+        fit(module, data, strategy, machine.accelerator, peak, precision=precision)
         return peak.bytes / numel
 
     return run_ranks(1, train, limit=LIMIT_S)[0]

@@ -22,7 +22,7 @@ DRY = """
 """
 
 
-def kept(path: Path) -> dict[str, dict[str, Any]]:
+def stored_results(path: Path) -> dict[str, dict[str, Any]]:
     """Return the results in a file, by check; none where there is no file."""
     return json.loads(path.read_text()) if path.exists() else {}
 

@@ -59,7 +59,7 @@ def parity(machine: Machine) -> Iterator[Row]:
         if world > machine.gpus:
             yield Row(name=title, status="skipped", note=f"needs {world} GPUs")
         elif not machine.is_dry or name == "tp 2, sequence_parallel":
-            yield shared_gpu.compared(title, world, replace(run, accelerator=machine.own))
+            yield shared_gpu.compared(title, world, replace(run, accelerator=machine.accelerator))
     shared_gpu.POOL.close()
 
 
@@ -90,7 +90,7 @@ def _by_strategy(machine: Machine, each: turns.Turns, size: towers.Size, data: l
         APART, batching={"num_microbatches": MICROBATCHES}, launch={"timeout": towers.TIMEOUT}
     )
     module = towers.Towers(size)
-    return towers.fit(module, data, strategy, machine.own, each, devices=2, precision="bf16-true")
+    return towers.fit(module, data, strategy, machine.accelerator, each, devices=2, precision="bf16-true")
 
 
 def _by_hand(machine: Machine, each: turns.Turns, rank: int, size: towers.Size, data: list[Any]) -> list[float]:
@@ -147,7 +147,7 @@ def _tensor(
     torch.set_float32_matmul_precision("high")
     module = tensor_parallel.ByHand(size, divided) if by_hand else tensor_parallel.Llama(size)
     strategy = tensor_parallel.by_hand() if by_hand else tensor_parallel.ours(divided)
-    return tensor_parallel.train(each, module, strategy, size, machine.own, _steps(machine))[0]
+    return tensor_parallel.train(each, module, strategy, size, machine.accelerator, _steps(machine))[0]
 
 
 # --- bubbles ---
@@ -158,7 +158,7 @@ class Shares(Logger):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, float] = {}
+        self.idle_shares: dict[str, float] = {}
 
     @property
     def name(self) -> str:
@@ -171,7 +171,7 @@ class Shares(Logger):
     def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.found |= {key: value for key, value in metrics.items() if key.endswith("/bubble_share")}
+        self.idle_shares |= {key: value for key, value in metrics.items() if key.endswith("/bubble_share")}
 
 
 def bubbles(machine: Machine) -> Iterator[Row]:
@@ -209,7 +209,7 @@ def _shares(
         towers.Towers(size),
         towers.batches(size, 6, MICROBATCHES),
         strategy,
-        machine.own,
+        machine.accelerator,
         DeviceStatsMonitor(),
         devices=world,
         precision="bf16-true",
@@ -217,4 +217,4 @@ def _shares(
         log_every_n_steps=1,
     )
     simulated = statistics.mean(strategy.simulate(towers.Towers(size)).bubble.values())
-    return (statistics.mean(shares.found.values()) if shares.found else 0.0), simulated
+    return (statistics.mean(shares.idle_shares.values()) if shares.idle_shares else 0.0), simulated

@@ -24,7 +24,7 @@ from benchmarks.gpu.rows import Row  # noqa: E402
 from lightning_mm5d.sharded import torch_internals  # noqa: E402
 
 FOUND: dict[str, Any] = {"gpus": [], "driver": "", "torch": "2", "cuda": "", "nccl": ""}
-MACHINE = Machine(is_dry=True, found=FOUND)
+MACHINE = Machine(is_dry=True, probed=FOUND)
 
 
 def check(function: str, limit_s: int = 60) -> Check:
@@ -168,7 +168,7 @@ def test_aims_are_met_or_not() -> None:
 
 def test_the_page_is_that_of_the_figures() -> None:
     """Nobody edits it by hand."""
-    results = report.kept(ROOT / "docs/figures_gpu.json")
+    results = report.stored_results(ROOT / "docs/figures_gpu.json")
     assert (ROOT / "docs/figures_gpu.md").read_text() == report.page(results)
 
 
