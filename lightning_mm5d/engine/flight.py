@@ -163,7 +163,7 @@ class AroundStep:
         """Return what is entered around a backward that computes input gradients."""
         return nullcontext()
 
-    def ran(self, made: Forward, passed: Sequence[Tensor]) -> None:
+    def ran(self, forward: Forward, passed: Sequence[Tensor]) -> None:
         """A forward has run and passed on its results, in which are the tensors `passed`."""
 
     def after(self, numbers: range) -> None:

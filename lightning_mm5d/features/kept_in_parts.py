@@ -88,7 +88,7 @@ class _Watched(Attached, AroundSteps):
     """
     Attributes:
         modules: inside of the LightningModule, by path.
-        own: those of classes of the user's own that this rank computes.
+        users_modules: those of classes of the user's own that this rank computes.
         homes: the stages at which they are computed, by path.
         runs: paths of those of which this rank holds a part, and whose forward it runs.
         rank: this one.
@@ -120,7 +120,7 @@ class _Watched(Attached, AroundSteps):
         self.modules = modules
         self.homes = {path: _home(path, held, self.plan) for path in modules}
         self.runs = {path for path in modules if not stages.isdisjoint(held.get(path, ()))}
-        self.own = {path: module for path, module in modules.items() if is_own(module) and self.is_here(path)}
+        self.users_modules = {path: module for path, module in modules.items() if is_own(module) and self.is_here(path)}
 
     def known(self, step: Any, number: int) -> list[str] | None:
         """Return the modules that the first step of its kind has changed in a replica; None for such a step."""
@@ -202,7 +202,7 @@ class _Step(AroundStep):
         self._numbers: dict[str, list[dict[str, float]]] = {path: [_numbers(watched.modules[path])] for path in told}
         self._entered = 0
         self._is_apart = True
-        modules = watched.own if watched.plan.topology.edges else {}
+        modules = watched.users_modules if watched.plan.topology.edges else {}
         self._unwatched = {path: _places(module) for path, module in modules.items() if path not in self._held}
 
     def forward(self, run: Run, action: Action) -> AbstractContextManager[Any]:
@@ -321,7 +321,7 @@ class _Step(AroundStep):
 
     def _tell_of_late(self) -> None:
         for path, before in self._unwatched.items():
-            now = _places(self._watched.own[path])
+            now = _places(self._watched.users_modules[path])
             names = sorted(name for name in now if now[name] != before.get(name))
             if names:
                 self._say(_LATE, path, names[0])

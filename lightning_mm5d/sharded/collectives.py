@@ -110,7 +110,7 @@ class Encoding(Protocol):
     def scattered(self, chunks: Sequence[Tensor], group: dist.ProcessGroup, seed: int) -> Any:
         """Sum chunks to the rank of each, as a `ScatteredSum` of `data_parallel`, which returns a flat one."""
 
-    def gathered(self, own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Any:
+    def gathered(self, local: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Any:
         """Gather flat tensors, as a `Gathered` of `data_parallel`; all ranks get equal ones, the owner too."""
 
     def encoded(self, meta: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:

@@ -123,19 +123,19 @@ class Trace(TorchFunctionMode):
         later: ids of the parameters that only later stages hold.
 
     Attributes:
-        found: the taps that later stages need.
+        needed_taps: the taps that later stages need.
     """
 
     def __init__(self, own_taps: Mapping[int, Tap] | None = None, later: Collection[int] = ()) -> None:
         super().__init__()
-        self.found: set[Tap] = set()
+        self.needed_taps: set[Tap] = set()
         self._own_taps, self._later = own_taps or {}, later
 
     def needs(self, tree: Any) -> None:
         """Note that later stages need the tensors in `tree`."""
         for _, tensor in tensors_in(tree):
             if self._mark(tensor) == _DEPENDS:
-                self.found |= self._taps(tensor)
+                self.needed_taps |= self._taps(tensor)
 
     def _mark(self, tensor: Tensor) -> int:
         mark: int = getattr(tensor, "_mm5d_mark", 0)
@@ -158,7 +158,7 @@ class Trace(TorchFunctionMode):
         if mark and func not in _SHAPE_ONLY:
             taps = taps.union(*(self._taps(arg) for arg, kind in zip(taken, marks, strict=True) if kind == _DEPENDS))
             if mark == _LATER or getattr(func, "__name__", "") in LEAVING:
-                self.found |= taps
+                self.needed_taps |= taps
         result = func(*args, **kwargs)
         if func in _SHAPE_ONLY or not mark:
             return result
@@ -265,7 +265,7 @@ class Taps:
         """
         if self._trace is None:
             return self._known
-        taps = set(self._trace.found)
+        taps = set(self._trace.needed_taps)
         if any(tap[0].startswith("inner") for tap in taps):
             taps |= {tap for tap in self._noted if tap[0].startswith("inner")}
         sent = {tap[:4] for tap in taps}

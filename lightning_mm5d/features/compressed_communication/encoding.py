@@ -111,9 +111,9 @@ class Compression(NamedTuple):
         """Start to sum chunks to the rank of each."""
         return CompressedScatter(chunks, group, self, seed=seed)
 
-    def gathered(self, own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> CompressedGather:
+    def gathered(self, local: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> CompressedGather:
         """Start to gather flat tensors."""
-        return CompressedGather(own, lengths, group, self)
+        return CompressedGather(local, lengths, group, self)
 
     def encoded(self, meta: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
         """Return a payload with tensors as bytes where that is shorter, and what they were in its meta."""
@@ -269,7 +269,7 @@ class CompressedGather:
     """An all-gather.
 
     Args:
-        own: a flat tensor.
+        local: a flat tensor.
         lengths: of the flat tensors of all ranks of `group`, in its order.
         group: the ranks.
         compression: of all.

@@ -76,14 +76,14 @@ class _Group:
 
     Attributes:
         members: their global ids, in the order of their forwards.
-        found: the calls that were found of those that have not run, with the name of the boundary.
+        calls: those that were found of microbatches that have not run, with the name of the boundary.
         joints: joined calls that wait for their backward.
         passed: those whose backward has run.
         is_late: whether something else of the stage is called before the encoder in any of them.
     """
 
     members: Sequence[int]
-    found: dict[int, tuple[str, RowCall]] = field(default_factory=dict)
+    calls: dict[int, tuple[str, RowCall]] = field(default_factory=dict)
     joints: list[Joint] = field(default_factory=list)
     passed: set[int] = field(default_factory=set)
     is_late: bool = False
@@ -180,7 +180,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             finally:
                 saved_state.restore()
         self._run, self._group, self._member, self._called = run, group, action.microbatch, set()
-        group.found.pop(action.microbatch, None)
+        group.calls.pop(action.microbatch, None)
         try:
             yield
         finally:
@@ -220,7 +220,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
                 step.run(part, index)
         except Stop as reached:  # of a microbatch without items, its stage's end
             if isinstance(reached, _Reached) and reached.call is not None:
-                group.found[member] = reached.name, reached.call
+                group.calls[member] = reached.name, reached.call
             group.is_late |= isinstance(reached, _Reached) and not reached.name
         except Exception as error:  # its own forward raises it again, or has what was not there yet
             self._tell(f"the step does not come to its call in a first look ({error})")
@@ -268,13 +268,13 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
         """Call an encoder for all microbatches of a group that have not run; None where it is called for one."""
         group, run = self._group, self._run
         assert run is not None
-        if group.found and not any(call.form == row_call.form for _, call in group.found.values()):
+        if group.calls and not any(call.form == row_call.form for _, call in group.calls.values()):
             what = "have unlike shapes, or meet the encoder in another mode or with other attributes"
             self._tell(f"{name} is called alone, because inputs of neighbouring microbatches {what}")
-        if group.is_late and not group.found:
+        if group.is_late and not group.calls:
             self._tell(f"{name} is called alone, because other layers of its stage are called before it")
-        mates = [at for at, (boundary, call) in group.found.items() if boundary == name and call.form == row_call.form]
-        members, calls = [self._member, *mates], [row_call, *(group.found[at][1] for at in mates)]
+        mates = [at for at, (boundary, call) in group.calls.items() if boundary == name and call.form == row_call.form]
+        members, calls = [self._member, *mates], [row_call, *(group.calls[at][1] for at in mates)]
         has_rows = [  # also by chance: what is proved without is no proof
             isinstance(argument, Tensor) and all(len(call.values[key]) == call.items for call in calls)
             for key, argument in row_call.values.items()
@@ -306,7 +306,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
             self._tell(f"{name} is called alone, because {error}")
             return None
         for mate in mates:
-            del group.found[mate]
+            del group.calls[mate]
         group.joints.append(joint)
         return joint
 

@@ -461,13 +461,13 @@ class StepMoves(AroundStep):
         self._saved[key] = self._leaving[key] = saved
         return saved
 
-    def ran(self, made: Forward, passed: Sequence[Tensor]) -> None:
+    def ran(self, forward: Forward, passed: Sequence[Tensor]) -> None:
         """Let go of what a forward saved but for what others hold: its batch, and what was received and sent."""
-        run, stage = made.run, made.action.stage
-        key = stage, made.action.microbatch
+        run, stage = forward.run, forward.action.stage
+        key = stage, forward.action.microbatch
         if (saved := self._leaving.pop(key, None)) is not None:
             root = self._moves.runtime.root
-            held = tensors_in([made.part.batch, passed, *(payload.tensors for payload in made.payloads)])
+            held = tensors_in([forward.part.batch, passed, *(payload.tensors for payload in forward.payloads)])
             stays = [*(tensor for _, tensor in held), *root.parameters(), *root.buffers()]
             saved.leave(stays, partial(self._check_room, stage))
         if run.deferred is not None and key in self._put_off:

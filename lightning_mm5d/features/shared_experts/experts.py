@@ -91,7 +91,7 @@ def find_experts(root: nn.Module, partition: Partition, modalities: Mapping[str,
     return dict(sorted(layers.items(), key=lambda item: order[item[0]]))
 
 
-def _layer(root: nn.Module, match: Found, modality: str, fields: Modality) -> ExpertLayer:
+def _layer(root: nn.Module, match: LocatedExperts, modality: str, fields: Modality) -> ExpertLayer:
     experts, degree = _inside(root, match.path), fields.ep_size
     names, of_expert = tuple(name for name, _ in experts.named_parameters(match.path)), dict[str, int]()
     number = (match.plan or ExpertParallelPlan()).count(experts)
@@ -146,7 +146,7 @@ def _inside(root: nn.Module, path: str) -> nn.Module:
         raise ConfigError("register_expert_parallel_plan", path, rule, "Name the module in `experts`") from None
 
 
-def _check_users(partition: Partition, names: Sequence[str], match: Found, modality: str, degree: int) -> None:
+def _check_users(partition: Partition, names: Sequence[str], match: LocatedExperts, modality: str, degree: int) -> None:
     users = sorted(partition.users(*names))
     if len(users) > 1:
         rule = f"{match.path} is used by {one_of(users).replace(' or ', ' and ')}, and experts are of one modality"
@@ -220,7 +220,7 @@ _OTHERS = ("shared", "gate", "rout", "norm", "bias", "scale", "statics")  # name
 _OVER_SAMPLES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class Found(NamedTuple):
+class LocatedExperts(NamedTuple):
     """Experts in a module.
 
     Attributes:
@@ -234,20 +234,20 @@ class Found(NamedTuple):
     plan: ExpertParallelPlan | None
 
 
-def find_plans(root: nn.Module, in_layers: Callable[[str], bool]) -> tuple[list[Found], list[str]]:
+def find_plans(root: nn.Module, in_layers: Callable[[str], bool]) -> tuple[list[LocatedExperts], list[str]]:
     """Return the experts of a module, and the paths of modules that are likely experts that nothing knows.
 
     Args:
         root: the LightningModule; the meta device will do.
         in_layers: whether the module at a path is in one of the layers of a modality.
     """
-    matches, closed = list[Found](), list[str]()
+    matches, closed = list[LocatedExperts](), list[str]()
     for path, module in root.named_modules():
         key = _registered(type(module))
         if key is not None:
             closed.append(path)
             if (plan := REGISTERED[key]) is not None:
-                matches.append(Found(path, joined(path, plan.experts), plan))
+                matches.append(LocatedExperts(path, joined(path, plan.experts), plan))
     paths = {name: module for name, module in root.named_modules()}
     for path, module in paths.items():
         if any(is_in(path, outer) for outer in closed):
@@ -255,7 +255,7 @@ def find_plans(root: nn.Module, in_layers: Callable[[str], bool]) -> tuple[list[
         plan = INTERFACE if holds_experts(module) else _FAMILIES.get(type(module).__name__)
         if plan is not None or (_is_list(module) and _is_named(path, module, paths, in_layers)):
             closed.append(path)
-            matches.append(Found(path, joined(path, plan.experts if plan else ""), plan))
+            matches.append(LocatedExperts(path, joined(path, plan.experts if plan else ""), plan))
     parents = {match.path for match in matches}
     unknown = [
         path

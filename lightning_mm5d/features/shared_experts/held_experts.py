@@ -202,7 +202,7 @@ class HeldExperts:
         hidden, index, weights = args
         return hidden, index, weights
 
-    def own(self, products: Products, rows: Tensor, lengths: Lengths) -> Tensor | None:
+    def compute_local(self, products: Products, rows: Tensor, lengths: Lengths) -> Tensor | None:
         """Compute the rows that came with own experts, inside of `products`; None where none is called."""
         with products():
             if self.plan is None:

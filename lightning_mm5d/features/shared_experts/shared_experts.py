@@ -407,7 +407,7 @@ class SharedExperts(Removable):
     def _compute(self, layer: HeldExperts, products: Products, rows: Tensor, lengths: Lengths) -> Tensor | None:
         assert self._showing is not None
         with self._showing(layer.own_module):
-            return layer.own(products, rows, lengths)
+            return layer.compute_local(products, rows, lengths)
 
     def _run_backward(self, layer: HeldExperts, this_round: Round, gradient: Tensor, record: Record) -> Backward:
         record.left -= this_round.wishing

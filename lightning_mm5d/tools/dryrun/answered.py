@@ -169,13 +169,13 @@ class Sent(NamedTuple):
     Attributes:
         meta: JSON.
         forms: shape and dtype of each tensor.
-        own: positions of those that are shards of their sender.
+        shards: positions of those that are shards of their sender.
         place: replica and index of the microbatch.
     """
 
     meta: Any
     forms: list[tuple[tuple[int, ...], torch.dtype]]
-    own: frozenset[int]
+    shards: frozenset[int]
     place: tuple[int, int]
 
 
@@ -267,7 +267,7 @@ class AnsweredTransport:
         """What the bridge of the sender gives a channel."""
         numbers = [index for index, has in enumerate(sent.meta["grads"]) if has] if back else [*range(len(sent.forms))]
         tensors = [self._hollow_tensor(*sent.forms[number]) for number in numbers]
-        shards = frozenset(place for place, number in enumerate(numbers) if number in sent.own)
+        shards = frozenset(place for place, number in enumerate(numbers) if number in sent.shards)
         meta = {"missing": []} if back else sent.meta
         catcher = _Catcher(channel.dst_rank)
         bridges = Bridges(self._plan, catcher, channel.src_rank, {})  # type: ignore[arg-type]
@@ -293,13 +293,13 @@ def recorded(transport: Callable[[], AnsweredTransport | None]) -> Generator[Non
     original = Bridge.send
 
     def send(
-        bridge: Bridge, meta: Any, tensors: Any, own: Any = frozenset(), shapes: Any = UNKNOWN, place: Any = None
+        bridge: Bridge, meta: Any, tensors: Any, shards: Any = frozenset(), shapes: Any = UNKNOWN, place: Any = None
     ) -> None:
         if bridge.direction == "activations" and (noting := transport()) is not None and "fails" not in meta:
             first, last = bridge.name.split("->")
             forms = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-            noting.sent[first, last].append(Sent(meta, forms, own, place))
-        original(bridge, meta, tensors, own, shapes, place)
+            noting.sent[first, last].append(Sent(meta, forms, shards, place))
+        original(bridge, meta, tensors, shards, shapes, place)
 
     with patch.object(Bridge, "send", send):
         yield

@@ -180,7 +180,7 @@ class HollowConstruction(Construction):
 
 
 class DryStrategy(MultimodalStrategy):
-    """A strategy whose rank runs alone; made of a configured one by `alone`."""
+    """A strategy whose rank runs alone; made of a configured one by `dry_strategy`."""
 
     dry: DryRun
 
@@ -217,7 +217,7 @@ class Enough(BaseException):
     """All that was asked for is known."""
 
 
-def alone(strategy: MultimodalStrategy, dry: DryRun) -> DryStrategy:
+def dry_strategy(strategy: MultimodalStrategy, dry: DryRun) -> DryStrategy:
     """Return a strategy as `strategy`, whose rank runs alone."""
     dry_copy: Any = copy(strategy)
     dry_copy.__class__ = type("DryStrategy", (DryStrategy, type(strategy)), {})
@@ -289,7 +289,7 @@ def run(job: Any, dry: DryRun) -> None:
         Enough: what `dry` wants to know is known.
         UnknownPayloadError: the rank needs what nothing is known of.
     """
-    strategy = alone(job.strategy, dry)
+    strategy = dry_strategy(job.strategy, dry)
     module = copy_without_memory(job.module)
     vars(module)["configure_model"] = lambda: None  # it has run
     node, place = divmod(dry.rank, per_node := job.strategy.num_processes)
