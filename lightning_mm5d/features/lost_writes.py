@@ -184,7 +184,7 @@ def _counts(node: ast.AST, ranks: frozenset[str]) -> bool:
 
 
 _ASKED = frozenset(("get_rank", "get_world_size"))
-_KEPT = frozenset(("log_metrics", "log_dir", "save_dir", "root_dir", "name", "version"))  # where nothing is lost
+_LOSSLESS = frozenset(("log_metrics", "log_dir", "save_dir", "root_dir", "name", "version"))  # where nothing is lost
 _LOOKING = frozenset(("isinstance", "hasattr", "type", "len", "bool", "enumerate", "zip"))
 
 
@@ -214,7 +214,7 @@ def _is_logger(node: ast.AST | None, aliases: frozenset[str] = frozenset()) -> b
 def _uses_logger(node: ast.AST, aliases: frozenset[str]) -> bool:
     """Whether a node is an attribute of a logger by which it may write, or hands it to a function."""
     if isinstance(node, ast.Attribute):
-        return node.attr not in _KEPT and _is_logger(node.value, aliases)
+        return node.attr not in _LOSSLESS and _is_logger(node.value, aliases)
     if not isinstance(node, ast.Call) or getattr(node.func, "id", "") in _LOOKING:
         return False
     return any(_is_logger(arg, aliases) for arg in (*node.args, *(keyword.value for keyword in node.keywords)))

@@ -335,7 +335,7 @@ def _address(tensor: Tensor) -> int:
 
 
 _STEPS = ("training_step", "validation_step", "test_step", "forward")
-_ALONE = "Ranks compute with parameters, buffers and settings of their own, and others would go on with the old one"
+_RULE = "Ranks compute with parameters, buffers and settings of their own, and others would go on with the old one"
 _FIX = (
     "Write it on all ranks, outside of conditions such as trainer.is_global_zero; a value that rank 0 alone has comes "
     "to all by self.trainer.strategy.broadcast(value)"
@@ -493,7 +493,7 @@ class HookWrites(Attached):
             what = {"attribute": "self.", "setting": "", "requires_grad": "requires_grad of "}.get(kind, f"the {kind} ")
             got = f"a change of {what}{name} on {ranks} and not on {named(lacking)}"
             if kind != "attribute":
-                raise ConfigError(hook, got, _ALONE, _FIX)
+                raise ConfigError(hook, got, _RULE, _FIX)
             if name not in self._told:
                 self._told.add(name)
                 rank_zero_warn(f"{hook} makes {got}, and steps read it: ranks compute with unequal values. {_FIX}")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_mm5d.partition.parts import holds_metrics, is_lightnings
 from lightning_mm5d.sharded.remote_value import Guard, Origin, marked
 
-_OWN = frozenset(vars(nn.Module())) | {"forward"}
+_MODULE_NAMES = frozenset(vars(nn.Module())) | {"forward"}
 _PLAIN = (bool, int, float, str, tuple)
 _MISSING = object()
 Written = tuple[str, str, bool]  # path of the module, name of the attribute, and whether it is a list
@@ -35,7 +35,7 @@ def attributes(module: nn.Module, path: str) -> Attributes:
         for where, part in module.named_modules(prefix=path)
         if not holds_metrics(part)
         for name, value in vars(part).items()
-        if name not in _OWN and not is_lightnings(part, name)
+        if name not in _MODULE_NAMES and not is_lightnings(part, name)
     }
 
 

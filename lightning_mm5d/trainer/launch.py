@@ -129,7 +129,7 @@ except ImportError as error:
 
 INTERRUPTED_S = 20.0
 """how long ranks may take to end by an interrupt"""
-_KEPT, _FOUND = "mm5d_kept_shards", "mm5d_found_by_tuner"
+_KEPT_SHARDS, _TUNER_RESULT = "mm5d_kept_shards", "mm5d_found_by_tuner"
 _RELIED_ON: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (_SubprocessScriptLauncher, "__init__", ("self", "cluster_environment", "num_processes", "num_nodes")),
     (_SubprocessScriptLauncher, "launch", ("self", "function", "args", "trainer", "kwargs")),
@@ -264,14 +264,14 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
     @override
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        extra = {_KEPT: has_kept_shards(trainer.lightning_module), _FOUND: found_by_tuner(trainer)}
+        extra = {_KEPT_SHARDS: has_kept_shards(trainer.lightning_module), _TUNER_RESULT: found_by_tuner(trainer)}
         return {**super().get_extra_results(trainer), **extra}
 
     @override
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
-        if extra.pop(_KEPT):
+        if extra.pop(_KEPT_SHARDS):
             left_elsewhere(trainer.lightning_module)
-        if (tuner_result := extra.pop(_FOUND)) is not None:
+        if (tuner_result := extra.pop(_TUNER_RESULT)) is not None:
             take_found(trainer, tuner_result)
             self._already_fit &= False  # a tuner leaves everything as it was
         super().update_main_process_results(trainer, extra)

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_mm5d import Modality
 from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory, StoredTensors
-from lightning_mm5d.features.sharded_checkpoints.sharded_save import OWN
+from lightning_mm5d.features.sharded_checkpoints.sharded_save import OWN_PREFIX
 from parity.harness import fit, strategy
 from zoo import CASES
 
@@ -126,7 +126,7 @@ def saved(folder: Path) -> Path:
 def tensors(path: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a sharded checkpoint and the tensors of its optimizers, by stored name."""
     stored = StoredTensors(CheckpointDirectory(path))
-    return {name: stored.read(name) for name in stored.names() if not name.startswith(OWN)}
+    return {name: stored.read(name) for name in stored.names() if not name.startswith(OWN_PREFIX)}
 
 
 def assert_same_bits(one: Path, other: Path) -> None:

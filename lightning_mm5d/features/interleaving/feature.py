@@ -330,7 +330,7 @@ class ThreadState:
             function()
 
 
-_OWN = frozenset(vars(nn.Module())) | {"forward"}
+_MODULE_NAMES = frozenset(vars(nn.Module())) | {"forward"}
 
 
 class InterleavedMicrobatches(Feature):
@@ -517,7 +517,7 @@ def _contents(root: nn.Module) -> dict[tuple[str, str], Any]:
             continue
         for name, value in vars(part).items():
             inner = value[0] if isinstance(value, list) and len(value) == 1 else value
-            if name not in _OWN and not is_remote(inner):
+            if name not in _MODULE_NAMES and not is_remote(inner):
                 contents[path, name] = _state(value)
         for name, value in part._buffers.items():
             contents[path, name] = _state(value)

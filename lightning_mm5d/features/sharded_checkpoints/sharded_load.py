@@ -27,7 +27,7 @@ from lightning_mm5d.features.sharded_checkpoints.json_state import decode_state
 from lightning_mm5d.features.sharded_checkpoints.sharded_save import (
     OBJECTS_FILE,
     OPTIMIZERS,
-    OWN,
+    OWN_PREFIX,
     STATE_DICT,
     STATE_FILE,
     VALUES,
@@ -249,7 +249,7 @@ class ShardedCheckpoint:
         for name, file in self.stored.files.items():
             text = file.metadata.get(VALUES)
             if text is not None:
-                prefix = f"{OWN}optimizers/{int(name.removeprefix('rank-').split('.')[0])}"
+                prefix = f"{OWN_PREFIX}optimizers/{int(name.removeprefix('rank-').split('.')[0])}"
 
                 def tensor(path: str, prefix: str = prefix) -> Tensor:
                     return self.stored.read(f"{prefix}/{path}")

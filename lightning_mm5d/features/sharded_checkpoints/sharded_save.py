@@ -37,7 +37,7 @@ from lightning_mm5d.storage.tensor_file import storable
 
 STATE_FILE, OBJECTS_FILE = "state.json", "objects.pt"
 STATE_DICT, OPTIMIZERS = "state_dict", "optimizer_states"
-OWN = "lightning_mm5d/"  # begins the names of stored tensors that are neither the module's nor an optimizer's
+OWN_PREFIX = "lightning_mm5d/"  # begins the names of stored tensors that are neither the module's nor an optimizer's
 VALUES = "lightning_mm5d.values"  # in the metadata of a file: states of optimizers that have no pieces
 
 
@@ -117,10 +117,10 @@ def decide(checkpoint: Mapping[str, Any], shards: OwnShards, labels: Sequence[li
     for path, value in state.tensors.items():
         name = shards.name_of(value)
         if name is None:
-            references[path] = f"{OWN}state/{path}"
+            references[path] = f"{OWN_PREFIX}state/{path}"
             contents.items.append(_of_rank_0(path, references[path], value))
         else:
-            references[path] = stored.setdefault(name, f"{OWN}module/{name}" if name in keys else name)
+            references[path] = stored.setdefault(name, f"{OWN_PREFIX}module/{name}" if name in keys else name)
     contents.module = {stored_name: name for name, stored_name in stored.items()}
     contents.objects = state.objects
     contents.head = {"keys": keys, "references": references, "state": json.loads(state.text)}
@@ -204,7 +204,7 @@ class Save:
                 states += pieces
                 rest[str(number)] = others
             self._rest = encode_state(rest)
-            prefix = f"{OWN}optimizers/{self.reports.rank}"
+            prefix = f"{OWN_PREFIX}optimizers/{self.reports.rank}"
             states += [Item.whole(f"{prefix}/{name}", value.detach()) for name, value in self._rest.tensors.items()]
             if self._rest.objects:
                 rule = "States of optimizers are tensors and plain values"

@@ -27,7 +27,7 @@ from lightning_mm5d.tools.convert.knobs import (
 
 _P, _R, _M, _A = "parallel_config.", "recompute_config.", "parallel.", "model.model_config."
 _COMPILER = "It steers MindSpore's compiler"
-_SAID = (0, 1, "DATA_PARALLEL", "SEMI_AUTO_PARALLEL", "STAND_ALONE", "MANUAL_PARALLEL")
+_MODES = (0, 1, "DATA_PARALLEL", "SEMI_AUTO_PARALLEL", "STAND_ALONE", "MANUAL_PARALLEL")
 _ANY_LAYOUT = "Checkpoints load into any layout without a file of it"
 _WHOLE = "A part is computed again layer by layer: `full`, or `selective`"
 
@@ -65,7 +65,9 @@ RECOMPUTE_CONFIG: tuple[Knob, ...] = (
     costs(_R + "select_comm_recompute_exclude", _WHOLE, neutral=(False,)),
 )  # fmt: skip
 PARALLEL: tuple[Knob, ...] = (
-    costs(_M + "parallel_mode", "A layout is said, not found while it trains: `mm5d plan` searches one", neutral=_SAID),
+    costs(
+        _M + "parallel_mode", "A layout is said, not found while it trains: `mm5d plan` searches one", neutral=_MODES
+    ),
     always(_M + "full_batch", "Each replica loads its own samples"),
     always(_M + "dataset_strategy", "Each replica loads its own samples"),
     costs(_M + "search_mode", "`mm5d plan` searches", neutral=("sharding_propagation",)),

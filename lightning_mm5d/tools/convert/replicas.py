@@ -34,7 +34,7 @@ _ORDER = results("norm_type", "Gradients are clipped by their norm of order 2", 
 _MAIN = ruled("master_weights", "strategy.numerics.main_params", "`false`: none with `bf16`", neutral=(True,))
 _OUTER = costs("extra_dp_size", "All replicas share what `zero_stage` says", neutral=(1,))
 _CHUNKS = "There are no chunks: `bucket_bytes` sets the size of messages"
-_SAID = "Nothing moves by itself: say `memory.offload`"
+_OFFLOAD = "Nothing moves by itself: say `memory.offload`"
 DDP_KNOBS: tuple[Knob, ...] = (
     *_of_hybrid("broadcast_buffers"),
     ruled("bucket_cap_mb", "strategy.launch.bucket_bytes", "Times 2**20"),
@@ -51,18 +51,18 @@ ZERO_KNOBS: tuple[Knob, ...] = (
 )
 GEMINI_KNOBS: tuple[Knob, ...] = (
     *(always(name, _CHUNKS) for name in ("chunk_config_dict", "chunk_init_device")),
-    costs("placement_policy", _SAID, neutral=("static",)),
+    costs("placement_policy", _OFFLOAD, neutral=("static",)),
     elsewhere("enable_gradient_accumulation", "Trainer(accumulate_grad_batches=...)", neutral=(False,)),
     always("max_prefetch", "The gather of shared parameters overlaps with computation"),
     ruled("shard_param_frac", "modality.sharding.zero_stage", "0: stage 2; above: stage 3, as where it is left out"),
     ruled("offload_optim_frac", "modality.memory.offload", "Above 0: `optimizer`", neutral=(0, 0.0)),
     ruled("offload_param_frac", "modality.memory.offload", "Above 0: `parameters`", neutral=(0, 0.0)),
-    *(always(name, _SAID) for name in ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio")),
+    *(always(name, _OFFLOAD) for name in ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio")),
     *(*PRECISION, _MAIN, always("pin_memory", "Memory of the host that copies use is pinned")),
     elsewhere("force_outputs_fp32", "Call .float() where the step needs it", neutral=(False,)),
     ruled("strict_ddp_mode", "modality.sharding.zero_stage", "`true`: nothing is shared", neutral=(False,)),
     *(always(name, _CHUNKS) for name in ("search_range_m", "hidden_dim", "min_chunk_size_m", "memstats")),
-    *(always("gpu_margin_mem_ratio", _SAID), *SCALER, _ORDER, same("tp_size", "modality.tp_size"), _OUTER),
+    *(always("gpu_margin_mem_ratio", _OFFLOAD), *SCALER, _ORDER, same("tp_size", "modality.tp_size"), _OUTER),
     *(*_of_hybrid("enable_all_optimization"), *KERNELS[:2]),
     ruled("enable_sequence_parallelism", "modality.tensor.sequence_parallel", "With a `tp_size`", neutral=(False,)),
     *(KERNELS[2], always("enable_async_reduce", "Sums of gradients overlap with the backward"), *_of_hybrid("use_fp8")),
