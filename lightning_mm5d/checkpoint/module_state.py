@@ -351,7 +351,7 @@ def _collect(
             if rank not in (keeper, target):
                 continue
             holding = None if source is not None else holdings.of(name, keeper, value.shape)
-            own_shape = shape if holding is None else holding.own
+            own_shape = shape if holding is None else holding.owned
             here = value if holding is None or rank != keeper else holding.own_part(value)
             if keeper != target and rank == keeper:
                 dist.send(bytes_of(here.detach().to(wire)), target)

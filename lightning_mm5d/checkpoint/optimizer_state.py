@@ -89,7 +89,7 @@ def collect_optimizer(
                     found_by_rank[keeper] = rank_state
             if found_by_rank:
                 held = {} if name is None else {k: holdings.of(name, k, parameter.shape) for k in found_by_rank}
-                is_cut = any(holding.own != holding.full for holding in held.values())
+                is_cut = any(holding.owned != holding.full for holding in held.values())
                 state[index] = _merged(found_by_rank, held) if is_cut else next(iter(found_by_rank.values()))
     return {**full, "state": state}
 
@@ -147,10 +147,10 @@ def _local_state(states: Mapping[int, Any], index: int, holding: Holding | None)
         rest = {key: value for key, value in states[index].items() if key not in keys}
     local_state = dict(rest)
     for key, stored in keys.items():
-        if holding is None or holding.own == holding.full or source.shape(stored) != holding.full:
+        if holding is None or holding.owned == holding.full or source.shape(stored) != holding.full:
             local_state[key] = source.read(stored)
             continue
-        local_state[key] = torch.empty(holding.own, dtype=source.dtype(stored))
+        local_state[key] = torch.empty(holding.owned, dtype=source.dtype(stored))
         for held, region in pieces(local_state[key], holding):
             held.copy_(source.read(stored, region))
     return local_state
@@ -162,11 +162,11 @@ def _merged(states: Mapping[int, Mapping[str, Any]], held: Mapping[int, Holding]
     for key in dict.fromkeys(key for state in states.values() for key in state):
         values = {rank: state[key] for rank, state in states.items() if state.get(key) is not None}
         tensors = {rank: value for rank, value in values.items() if isinstance(value, Tensor)}
-        if tensors and all(value.shape == held[rank].own for rank, value in tensors.items()):
+        if tensors and all(value.shape == held[rank].owned for rank, value in tensors.items()):
             shape = next(iter(held.values())).full
             merged[key] = next(iter(tensors.values())).new_zeros(shape, device=HOST)
             for rank, value in tensors.items():
-                for local, full in held[rank].parts(held[rank].own):
+                for local, full in held[rank].parts(held[rank].owned):
                     narrowed(merged[key], full).copy_(narrowed(value, local))
         else:
             merged[key] = next(iter(values.values()), None)

@@ -2,8 +2,8 @@
 
 The core imports no feature. It goes through this list, in this order, and calls what the package of each defines:
 
-- ``fields.py`` checks what a user says, without torch; its ``alone``, if any, says why the stages of a modality cannot
-  compute microbatches side by side;
+- ``fields.py`` checks what a user says, without torch; its ``why_not_side_by_side``, if any, says why the stages of a
+  modality cannot compute microbatches side by side;
 - ``construction.py`` says how modules are built (`trainer.construction.Construction`);
 - ``pipelines.py`` and ``dealing.py`` check unlike replicas, cut their layers and deal samples out to them;
 - ``experts.py`` finds experts that ranks share, and brings tokens to them (`expert_parallel.Experts`);
@@ -62,7 +62,7 @@ class Registered(NamedTuple):
     saves: bool = False
     part: str = "feature"
 
-    def said(self, modality: object) -> dict[str, Any]:
+    def used_fields(self, modality: object) -> dict[str, Any]:
         """Return what `modality` says of the feature, without values that leave it out."""
         values = {field: value_of(modality, field) for field in self.modality}
         return {field: value for field, value in values.items() if value != self.modality[field]}
@@ -170,7 +170,9 @@ def refuse_absent(fields: Mapping[str, Any]) -> None:
             path_of(name): fields[name] for name, unset in feature.options.items() if fields.get(name, unset) != unset
         }
         for name, modality in (fields.get("modalities") or {}).items():
-            wanted |= {f"modalities.{name}.{path_of(field)}": value for field, value in feature.said(modality).items()}
+            wanted |= {
+                f"modalities.{name}.{path_of(field)}": value for field, value in feature.used_fields(modality).items()
+            }
         for field, got in wanted.items() if _spec(feature) is None else ():
             rule = f"This installation comes without the feature {feature.name!r}"
             raise ConfigError(field, got, rule, "Leave it unset, or install the whole package")

@@ -374,7 +374,7 @@ def in_groups(groups: Mapping[str, type], values: Mapping[str, Any], field: str,
     return grouped
 
 
-def made_groups(groups: Mapping[str, type], options: Mapping[str, Any], field: str) -> dict[str, Any]:
+def build_groups(groups: Mapping[str, type], options: Mapping[str, Any], field: str) -> dict[str, Any]:
     """Return what is said, with a dataclass in place of each mapping of a group's fields; of all groups.
 
     Args:
@@ -394,11 +394,11 @@ def made_groups(groups: Mapping[str, type], options: Mapping[str, Any], field: s
             names = names_of(kind)
             fix = f"Write {{{group}: {{{names[0]}: {value}}}}}" if len(names) == 1 else "Name the field"
             raise ConfigError(f"{start}{group}", value, f"It is a group of fields: {', '.join(names)}", fix)
-        built[group] = made(f"{start}{group}", kind, value)
+        built[group] = dataclass_of(f"{start}{group}", kind, value)
     return built
 
 
-def made(field: str, kind: type[T], options: Mapping[str, Any]) -> T:
+def dataclass_of(field: str, kind: type[T], options: Mapping[str, Any]) -> T:
     """Return the dataclass whose fields are said, which may have values of any type.
 
     Args:
@@ -463,7 +463,7 @@ def option_values(options: Mapping[str, Any]) -> dict[str, Any]:
     given = dict(options)
     if isinstance(kind := given.get("checkpoint"), str):
         given["checkpoint"] = {"checkpoint_format": kind}
-    given = made_groups(OF_STRATEGY, in_groups(OF_STRATEGY, given, "", stacklevel=4), "")
+    given = build_groups(OF_STRATEGY, in_groups(OF_STRATEGY, given, "", stacklevel=4), "")
     groups = [given.pop(group) for group in OF_STRATEGY]
     return given | {name: getattr(group, name) for group in groups for name in names_of(type(group))}
 

@@ -33,9 +33,9 @@ from lightning_mm5d.config.groups import (
     Shown,
     TensorOptions,
     accepts_mappings,
+    build_groups,
+    dataclass_of,
     in_groups,
-    made,
-    made_groups,
     names_of,
     with_fields,
 )
@@ -337,9 +337,9 @@ def _modality(name: object, spec: object) -> Any:
         spec = Modality(**as_dict())
     if isinstance(spec, Mapping):
         given = in_groups(OF_MODALITY, spec, path, stacklevel=6)
-        spec = made(path, Modality, made_groups(OF_MODALITY, given, path))
+        spec = dataclass_of(path, Modality, build_groups(OF_MODALITY, given, path))
     if isinstance(spec, Modality):
-        groups = made_groups(OF_MODALITY, {group: getattr(spec, group) for group in OF_MODALITY}, path)
+        groups = build_groups(OF_MODALITY, {group: getattr(spec, group) for group in OF_MODALITY}, path)
         return replace(spec, **groups | {"pipeline": _with_templates(f"{path}.pipeline", groups["pipeline"])})
     return Modality(pp_size=spec) if isinstance(spec, int) and not isinstance(spec, bool) else spec
 
@@ -348,10 +348,10 @@ def _with_templates(field: str, pipeline: PipelineOptions) -> PipelineOptions:
     """The same, with a `PipelineTemplate` in place of each mapping of its fields."""
     values: dict[str, Any] = {}
     if isinstance(template := pipeline.pipeline_template, Mapping):
-        values["pipeline_template"] = made(f"{field}.pipeline_template", PipelineTemplate, template)
+        values["pipeline_template"] = dataclass_of(f"{field}.pipeline_template", PipelineTemplate, template)
     if isinstance(listed := pipeline.pipelines, list | tuple):
         values["pipelines"] = [
-            made(f"{field}.pipelines[{index}]", PipelineTemplate, spec) if isinstance(spec, Mapping) else spec
+            dataclass_of(f"{field}.pipelines[{index}]", PipelineTemplate, spec) if isinstance(spec, Mapping) else spec
             for index, spec in enumerate(listed)
         ]
     return replace(pipeline, **values)

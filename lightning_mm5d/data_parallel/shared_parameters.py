@@ -100,7 +100,7 @@ class Gathered:
     """An all-gather that is under way.
 
     Args:
-        own: a flat tensor.
+        rows: a flat tensor.
         lengths: of the flat tensors of all ranks of `group`, in its order.
         group: the ranks that share.
     """
@@ -178,7 +178,7 @@ class SharedParameter:
 
     Attributes:
         dtype: of the local tensor.
-        own: this rank's rows.
+        own_rows: this rank's rows.
         whole: the local tensor; None while it has no memory.
         gradient: of the rows, while the parameter shows its whole face.
         shows_rows: whether it shows own rows in a step that computes with them, and gets their gradients there.
@@ -201,21 +201,21 @@ class SharedParameter:
         self._version = parameter._version  # when it began to show its whole face
         self.whole: Tensor | None = parameter.data if parameter.shape == self.shape else None
         self.is_whole = self.whole is not None
-        self.own = parameter.data if self.whole is None else shard.rows(self.whole)
+        self.own_rows = parameter.data if self.whole is None else shard.rows(self.whole)
         if self.rests_own and self.whole is not None:
-            self.own = self.own.clone(memory_format=torch.contiguous_format)
+            self.own_rows = self.own_rows.clone(memory_format=torch.contiguous_format)
             self.show_own()
         elif not self.rests_own and self.whole is None:
-            self.whole = self.own.new_empty(self.shape)
-            shard.rows(self.whole).copy_(self.own)
-            self.own = shard.rows(self.whole)
+            self.whole = self.own_rows.new_empty(self.shape)
+            shard.rows(self.whole).copy_(self.own_rows)
+            self.own_rows = shard.rows(self.whole)
         if not self.rests_own and traffic.parameters is not None:
-            self.own = self.own.clone(memory_format=torch.contiguous_format)
+            self.own_rows = self.own_rows.clone(memory_format=torch.contiguous_format)
 
     @property
     def rests_own(self) -> bool:
         """Whether it shows own rows between batches, when the whole tensor has no memory."""
-        return self.shard.stage == 3 or self.dtype != self.own.dtype
+        return self.shard.stage == 3 or self.dtype != self.own_rows.dtype
 
     @property
     def is_apart(self) -> bool:
@@ -231,10 +231,10 @@ class SharedParameter:
         """Give it a main parameter of `dtype`, between batches."""
         assert self.gradient is None
         was_own = not self.is_whole
-        self.own = self.own.to(dtype)
+        self.own_rows = self.own_rows.to(dtype)
         if was_own:
             self.parameter.grad = None
-            self.parameter.data = self.own
+            self.parameter.data = self.own_rows
         else:
             self.show_own()
 
@@ -244,13 +244,13 @@ class SharedParameter:
             make_open(self.parameter)
             self.adopt_changes()
             self.parameter.grad = None
-            self.parameter.data = self.own.contiguous()  # as optimizers take for granted
+            self.parameter.data = self.own_rows.contiguous()  # as optimizers take for granted
             self.parameter.grad, self.gradient = self.gradient, None
             self.is_whole = self.shows_rows = False
             self._rows = None
         if self.rests_own:
             self.whole = None
-        if self.dtype != self.own.dtype:
+        if self.dtype != self.own_rows.dtype:
             self.parameter.grad_dtype = None
 
     def show_whole(self) -> None:
@@ -291,7 +291,7 @@ class SharedParameter:
         make_open(self.parameter)
         if self._rows is None:
             _forget_node(self.parameter)
-            self._rows = self.own.to(self.dtype)
+            self._rows = self.own_rows.to(self.dtype)
         self.parameter.data = self._rows
         self.shows_rows = True
 
@@ -303,14 +303,14 @@ class SharedParameter:
         self.keep_own()
         self.gradient, self.parameter.grad = self.parameter.grad, None
         self.is_whole, self._version = True, self.parameter._version
-        if self.dtype != self.own.dtype:
-            self.parameter.grad_dtype = self.own.dtype
+        if self.dtype != self.own_rows.dtype:
+            self.parameter.grad_dtype = self.own_rows.dtype
 
     def keep_own(self) -> None:
         """Take the rows from the parameter, whose data an optimizer may have replaced by a new tensor."""
         rows = self.parameter.data
-        if not self.is_whole and rows.data_ptr() != self.own.data_ptr():
-            self.own.copy_(rows)
+        if not self.is_whole and rows.data_ptr() != self.own_rows.data_ptr():
+            self.own_rows.copy_(rows)
 
     def note_gathered(self) -> None:
         """Remember this rank's rows of the whole tensor as they were gathered."""
@@ -326,15 +326,15 @@ class SharedParameter:
         if self.rests_own:
             if self.whole.untyped_storage().size() == 0 or self.parameter._version == self._version:
                 return
-            before = self.own.to(self.dtype)
+            before = self.own_rows.to(self.dtype)
         with torch.inference_mode(False), torch.no_grad():
             rows = self.shard.rows(self.whole)
-            self.own.copy_(rows if before is None else torch.where(rows == before, self.own, rows))
+            self.own_rows.copy_(rows if before is None else torch.where(rows == before, self.own_rows, rows))
 
     def give_memory(self) -> None:
         """Let the local tensor have memory, in the storage that it had before."""
         if self.whole is None:
-            self.whole = self.own.new_empty(self.shape, dtype=self.dtype)
+            self.whole = self.own_rows.new_empty(self.shape, dtype=self.dtype)
         elif self.whole.untyped_storage().size() == 0:  # others may share memory that was never freed
             self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
 
@@ -375,7 +375,7 @@ class Fetch:
 
     def __init__(self, held: Sequence[SharedParameter], group: dist.ProcessGroup, *, exact: bool) -> None:
         self._held = held
-        rows = torch.cat([shared.own.reshape(-1).to(shared.dtype) for shared in held])
+        rows = torch.cat([shared.own_rows.reshape(-1).to(shared.dtype) for shared in held])
         self._sizes = [[shared.numel_at(place) for shared in held] for place in range(len(held[0].shard.block))]
         encoding = None if exact else held[0].traffic.parameters
         self._gathered = gather(rows, [sum(sizes) for sizes in self._sizes], group, encoding)
@@ -573,10 +573,11 @@ class SharedParameters:
         sizes: dict[Any, int] = {}
         for item in items:
             shared = parameter(item)
-            key = shared.shard.block, shared.shard.across, f"{shared.dtype} of {shared.own.dtype}", shared.traffic.key
+            dtypes = f"{shared.dtype} of {shared.own_rows.dtype}"
+            key = shared.shard.block, shared.shard.across, dtypes, shared.traffic.key
             if key not in by_key or sizes[key] >= self._bucket_bytes:
                 by_key.setdefault(key, []).append([])
                 sizes[key] = 0
             by_key[key][-1].append(item)
-            sizes[key] += shared.dtype.itemsize * shared.own.numel() * len(shared.shard.block)
+            sizes[key] += shared.dtype.itemsize * shared.own_rows.numel() * len(shared.shard.block)
         return [bucket for key in sorted(by_key) for bucket in by_key[key]]

@@ -433,16 +433,16 @@ class ScatteredBucket(Bucket):
             parts.append(gradient.reshape(-1) * piece.weight)
             self._side.reads(gradient)
         # the sum over blocks begins in its turn among those of other buckets, which wait for what they scatter
-        return _Scattered(_Own(torch.cat(parts)), _summing(self._across, self._encoding, self._draw(self.pieces)))
+        return _Scattered(_OwnRows(torch.cat(parts)), _summing(self._across, self._encoding, self._draw(self.pieces)))
 
     def take(self, total: Tensor, there: Container[int], rows: dict[int, Tensor]) -> None:
         parts = total.split([shared.numel_at(shared.shard.place) for _, shared in self._shared_pieces])
         for (piece, shared), part in zip(self._shared_pieces, parts, strict=True):
             if piece.number in there:
-                rows[id(piece.parameter)] = part.view(shared.own.shape)
+                rows[id(piece.parameter)] = part.view(shared.own_rows.shape)
 
 
-class _Own:
+class _OwnRows:
     """Rows that nobody else has gradients of: there is nothing to scatter."""
 
     def __init__(self, flat: Tensor) -> None:
@@ -486,7 +486,7 @@ def _summing(group: dist.ProcessGroup | None, encoding: Encoding | None, seed: i
 
 
 class _Scattered:
-    def __init__(self, scattered: ScatteredSum | _Own, across: Callable[[Tensor], Sum] | None) -> None:
+    def __init__(self, scattered: ScatteredSum | _OwnRows, across: Callable[[Tensor], Sum] | None) -> None:
         self._scattered, self._across = scattered, across
         self._flat: Tensor | None = None
         self._work: Sum | None = None

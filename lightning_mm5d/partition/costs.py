@@ -41,7 +41,7 @@ from lightning_mm5d.config.features import parts
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.partition.find import position, runs_between
 from lightning_mm5d.partition.parts import is_in
-from lightning_mm5d.partition.step_uses import Boundary, Found, StepUses
+from lightning_mm5d.partition.step_uses import Boundary, StepUses, Structure
 
 
 def balance(costs: Sequence[float], parts: int, *, first: float = 0.0, last: float = 0.0) -> list[int]:
@@ -113,7 +113,7 @@ def _ends(upto: Sequence[int], parts: int, bound: int) -> list[dict[int, int]]:
 
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-Kept = tuple[str, ...] | None
+KeptOperations = tuple[str, ...] | None
 """Of a layer: None where nothing is computed again; else the operations whose results are kept, maybe none."""
 _PRODUCTS = {"aten.linear", "aten.matmul", "aten.mm", "aten.addmm"}
 _BESIDE_PRODUCTS = 0.1  # of a forward: norms, activations and residuals
@@ -147,7 +147,7 @@ class Unit:
         return replace(self, forward=self.forward * factor, costs=costs)
 
 
-def kept_of(name: str, modality: Modality, sizes: Sequence[int]) -> tuple[Kept, ...]:
+def kept_of(name: str, modality: Modality, sizes: Sequence[int]) -> tuple[KeptOperations, ...]:
     """Return what is kept of each layer of a modality until its backward; empty where all of it is.
 
     Args:
@@ -166,7 +166,7 @@ def depends_on_cut(modality: Modality) -> bool:
     return any(module.depends_on_cut(modality) for module in parts("costs"))
 
 
-def costed(row: Sequence[Unit], per_layer: Sequence[Kept]) -> tuple[Unit, ...]:
+def costed(row: Sequence[Unit], per_layer: Sequence[KeptOperations]) -> tuple[Unit, ...]:
     """Return the units of a modality with what its layers compute again in their backward.
 
     Args:
@@ -183,14 +183,14 @@ def costed(row: Sequence[Unit], per_layer: Sequence[Kept]) -> tuple[Unit, ...]:
     return before, *again, after
 
 
-def share_again(operations: Kept) -> float:
+def share_again(operations: KeptOperations) -> float:
     """Return the part of a layer's forward that runs again in its backward."""
     if operations is None:
         return 0.0
     return _BESIDE_PRODUCTS if _PRODUCTS.intersection(operations) else 1.0
 
 
-def units(root: nn.Module, structure: Found) -> dict[str, tuple[Unit, ...]]:
+def units(root: nn.Module, structure: Structure) -> dict[str, tuple[Unit, ...]]:
     """Return the units of each modality: before its layers, each layer, after them.
 
     Where a parameter is used before the layers and after them, it is in both units, and in all where a loop over the
@@ -274,7 +274,7 @@ def _backwards(units: Iterable[Unit], trainable: frozenset[str], passes_on: bool
 
 
 def _place(
-    full: str, structure: Found, owned: Mapping[str, str], around: Callable[[str, str], tuple[bool, bool]]
+    full: str, structure: Structure, owned: Mapping[str, str], around: Callable[[str, str], tuple[bool, bool]]
 ) -> list[tuple[str, list[int]]]:
     """The modalities that use a parameter or buffer, and the units in each that do; `around` is `position`.
 
@@ -293,7 +293,9 @@ def _place(
     return [(modality, _units_of(full, modality, structure, around)) for modality in names]
 
 
-def _users(full: str, structure: Found, step: StepUses, around: Callable[[str, str], tuple[bool, bool]]) -> list[str]:
+def _users(
+    full: str, structure: Structure, step: StepUses, around: Callable[[str, str], tuple[bool, bool]]
+) -> list[str]:
     """Of the language model and what runs after it those that use what the step itself uses."""
     assert structure.main is not None
     sides = []
@@ -304,7 +306,7 @@ def _users(full: str, structure: Found, step: StepUses, around: Callable[[str, s
     return [structure.main] * before + (_after_language(full, structure, step) if after or not before else [])
 
 
-def _after_language(full: str, structure: Found, step: StepUses) -> list[str]:
+def _after_language(full: str, structure: Structure, step: StepUses) -> list[str]:
     """The loss modality, and the others that run after the language model and after the step's first use of `full`.
 
     Each of them runs the step up to its boundary, and any of its arguments may come from there. Where it does not, the
@@ -317,7 +319,7 @@ def _after_language(full: str, structure: Found, step: StepUses) -> list[str]:
     return [*(name for name in others if any(before for before, _ in used[name])), structure.loss_modality]
 
 
-def _units_of(full: str, name: str, structure: Found, around: Callable[[str, str], tuple[bool, bool]]) -> list[int]:
+def _units_of(full: str, name: str, structure: Structure, around: Callable[[str, str], tuple[bool, bool]]) -> list[int]:
     """The units of a modality that use a parameter or buffer."""
     layers, parts = structure.layers[name], structure.parts[name]
     count, inside = len(parts.paths), [1 + index for index in parts.indices(full)]
@@ -337,7 +339,7 @@ def _units_of(full: str, name: str, structure: Found, around: Callable[[str, str
     return [0] * before + [count + 1] * after
 
 
-def _boundaries(name: str, structure: Found) -> Sequence[Boundary]:
+def _boundaries(name: str, structure: Structure) -> Sequence[Boundary]:
     encoder = structure.encoders.get(name, structure.ends)
     return () if encoder is None else encoder.boundaries
 

@@ -43,8 +43,8 @@ from lightning_mm5d.partition.step_uses import (
     EMBEDDINGS,
     Boundary,
     Encoder,
-    Found,
     StepUses,
+    Structure,
     cut_language,
     named_decoders,
 )
@@ -61,7 +61,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forw
 _MAIN_INPUT = {"input_features": "audio", "input_values": "audio", "pixel_values": "vision"}
 
 
-def find(root: nn.Module, modalities: Mapping[str, Modality]) -> Found:
+def find(root: nn.Module, modalities: Mapping[str, Modality]) -> Structure:
     """Find the `modalities` in `root`.
 
     Args:
@@ -137,7 +137,7 @@ def find(root: nn.Module, modalities: Mapping[str, Modality]) -> Found:
         precedes = bool(with_parts) and all(placed.precedes for placed in with_parts) and not again
         late = is_encoder and fed[0].used_late
         encoders[name] = Encoder(encoder.owns, encoder.boundaries, precedes, late, not is_encoder)
-    return Found(
+    return Structure(
         loss_modality=loss_modality,
         encoders=encoders,
         layers=layers,

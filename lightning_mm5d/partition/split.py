@@ -25,10 +25,19 @@ from lightning_mm5d.config.features import part_of
 from lightning_mm5d.config.groups import PipelineTemplate, path_of
 from lightning_mm5d.config.modality import Modality, consumers_of
 from lightning_mm5d.layout.layout import even_lengths
-from lightning_mm5d.partition.costs import Kept, Unit, balance, costed, depends_on_cut, kept_of, step_costs, units
+from lightning_mm5d.partition.costs import (
+    KeptOperations,
+    Unit,
+    balance,
+    costed,
+    depends_on_cut,
+    kept_of,
+    step_costs,
+    units,
+)
 from lightning_mm5d.partition.find import find, position
 from lightning_mm5d.partition.parts import Parts
-from lightning_mm5d.partition.step_uses import Boundary, Encoder, Found
+from lightning_mm5d.partition.step_uses import Boundary, Encoder, Structure
 from lightning_mm5d.schedule.graph import StageKey
 
 _CUTS = 8  # that are tried where the costs of layers depend on the cut
@@ -61,7 +70,7 @@ class Partition:
         stages: the stages of each modality, in order.
         owners: for every parameter and buffer (tied ones under each of their names), the stages that use it.
         units: what each stage consists of and costs, in the order in which it runs.
-        kept: of the modalities with layers that are computed again, what is kept of each layer.
+        kept_operations: of the modalities with layers that are computed again, what is kept of each layer.
         ends: the callables of the loss modality, where it feeds from another.
         pipelines: of the modalities with unlike pipelines, for each replica the pipeline rank of each stage.
     """
@@ -73,7 +82,7 @@ class Partition:
     stages: dict[str, tuple[StageCut, ...]]
     owners: dict[str, tuple[StageKey, ...]]
     units: dict[StageKey, tuple[Unit, ...]]
-    kept: dict[str, tuple[Kept, ...]] = field(default_factory=dict)
+    kept_operations: dict[str, tuple[KeptOperations, ...]] = field(default_factory=dict)
     ends: tuple[Boundary, ...] = ()
     pipelines: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
@@ -96,7 +105,7 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     trainable = frozenset(name for name, p in root.named_parameters(remove_duplicate=False) if p.requires_grad)
     sizes: dict[str, list[int]] = {}
     named: dict[str, StageKey] = {}
-    kept_operations: dict[str, tuple[Kept, ...]] = {}
+    kept_operations: dict[str, tuple[KeptOperations, ...]] = {}
     pipelines: dict[str, tuple[tuple[int, ...], ...]] = {}
 
     def balanced(name: str, modality: Modality, count: int) -> list[int]:
@@ -139,7 +148,7 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
 
 def _after_trained(
     name: str,
-    structure: Found,
+    structure: Structure,
     modalities: Mapping[str, Modality],
     rows: Mapping[str, Sequence[Unit]],
     trainable: frozenset[str],
@@ -260,7 +269,7 @@ def _from_names(root: nn.Module, name: str, stages: Sequence[Any], parts: Parts)
 
 def _held(
     root: nn.Module,
-    structure: Found,
+    structure: Structure,
     rows: Mapping[str, Sequence[Unit]],
     stages: Mapping[str, tuple[StageCut, ...]],
     named: Mapping[str, StageKey],

@@ -182,7 +182,7 @@ class Encoder:
 
 
 @dataclass(frozen=True)
-class Found:
+class Structure:
     """The modalities of a module: the `loss_modality` one, and the `encoders`.
 
     Attributes:

@@ -268,7 +268,7 @@ class Holding:
     Attributes:
         full: shape of the full tensor: ``(8, 4)``.
         local: shape of the local tensor: ``(4, 4)``.
-        own: shape of the rank's own rows, or of the local tensor where they are not shared: ``(2, 4)``.
+        owned: shape of the rank's own rows, or of the local tensor where they are not shared: ``(2, 4)``.
         shard: how tensor parallelism shards it; None where it does not.
         index: of the rank's tensor parallel shard: 1.
         rows: which rows are the rank's own; None where the tensor is not shared.
@@ -276,7 +276,7 @@ class Holding:
 
     full: tuple[int, ...]
     local: tuple[int, ...]
-    own: tuple[int, ...]
+    owned: tuple[int, ...]
     shard: Shard | None
     index: int
     rows: DataShard | None
@@ -296,7 +296,7 @@ class Holding:
                     full = with_range(full, across.dim, across.ranges[self.index])
                 parts.append(Part(with_range(whole_box(self.local), dim, held), full))
                 offset += stop - start
-        if self.rows is None or tuple(shape) != self.own:
+        if self.rows is None or tuple(shape) != self.owned:
             return parts
         dim, (first, last) = self.rows.dim, self.rows.ranges[self.rows.place]
         row_parts = []
@@ -323,7 +323,7 @@ class Holding:
     def view(self, tensor: Tensor, part: Part) -> Tensor:
         """Return a part of the local tensor as a view of `tensor`, which has one of the three forms."""
         box = part.full if tensor.shape == self.full else part.held
-        if self.rows is not None and tensor.shape == self.own:
+        if self.rows is not None and tensor.shape == self.owned:
             first = self.rows.ranges[self.rows.place][0]
             start, stop = box[self.rows.dim]
             box = with_range(box, self.rows.dim, (start - first, stop - first))

@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_mm5d.config.errors import private
 from lightning_mm5d.sharded.tensor import written_by
-from lightning_mm5d.sharded.torch_internals import OWN, torchs_own, version_of
+from lightning_mm5d.sharded.torch_internals import ORIGINALS, torchs_own, version_of
 
 _is_wrapped = private(torch._C._functorch, "is_functorch_wrapped_tensor")
 _FEW = 4096  # numbers of a tensor that is made a second time on the host
@@ -121,14 +121,14 @@ class HostCopies(TorchFunctionMode):
             known = self.find(args[0])
             return func(args[0] if known is None else known, *args[1:], **kwargs)
         # torch's own backward would show to tensors of ranks what stands in its place while a step runs
-        result = (torchs_own(name) if OWN.get(name) is func else func)(*args, **kwargs)
+        result = (torchs_own(name) if ORIGINALS.get(name) is func else func)(*args, **kwargs)
         if written := written_by(func, args, kwargs):
             self._write(written)
         if name in _FOLLOWED:
             results = result if isinstance(result, tuple) else (result,)
             if any(isinstance(output, Tensor) and not self.is_here(output) and _is_small(output) for output in results):
                 self._follow(name, func, args, kwargs, results)
-        elif name in _MADE and isinstance(result, Tensor) and not self.is_here(result):
+        elif name in _FACTORIES and isinstance(result, Tensor) and not self.is_here(result):
             self._follow_made(func, args, kwargs, result)
         return result
 
@@ -219,6 +219,6 @@ logical_not logical_or logical_xor lt masked_fill max maximum min minimum movedi
 new_zeros ones_like pad permute prod remainder repeat_interleave reshape roll searchsorted select split squeeze stack
 sub sum t tensor_split transpose tril triu unbind unflatten unsqueeze view where zeros_like""",
 }
-_MADE = frozenset(("arange", "full", "ones", "tensor", "zeros"))
+_FACTORIES = frozenset(("arange", "full", "ones", "tensor", "zeros"))
 _QUESTIONS, _MOVES, _OTHERS = (frozenset(names.split()) for names in _NAMES.values())
 _FOLLOWED = _MOVES | _OTHERS

@@ -18,7 +18,7 @@ from torch.utils import _python_dispatch, checkpoint
 
 from lightning_mm5d.config.errors import private
 
-OWN: dict[str, FunctionType] = {name: getattr(torch.autograd, name) for name in ("backward", "grad")}
+ORIGINALS: dict[str, FunctionType] = {name: getattr(torch.autograd, name) for name in ("backward", "grad")}
 """of `torch.autograd`, whatever stands in their places later on"""
 
 
@@ -28,7 +28,7 @@ def torchs_own(name: str = "backward") -> Callable[..., Any]:
     It gives to that what its module has under its name, and tensors of ranks know torch's own alone. Call what is
     returned at once: whatever else the module has is as it is now.
     """
-    original = OWN[name]
+    original = ORIGINALS[name]
     known = {**original.__globals__, name: original}
     return FunctionType(original.__code__, known, name, original.__defaults__, original.__closure__)
 
@@ -125,19 +125,19 @@ def number_in_backward(x: Tensor) -> int:
     return private(x.grad_fn, "_sequence_nr")()
 
 
-_MADE = "mm5d: number when made"
+_FIRST_NUMBER = "mm5d: number when made"
 
 
 def renumber_in_backward(x: Tensor, number: int) -> None:
     """Give the node that made `x` another number, which changes when it runs and never what it computes."""
     node: Any = x.grad_fn
-    node.metadata.setdefault(_MADE, number_in_backward(x))
+    node.metadata.setdefault(_FIRST_NUMBER, number_in_backward(x))
     private(node, "_set_sequence_nr")(number)
 
 
 def number_when_made(node: Any) -> int:
     """Return the number that a node of a graph had at first; those of nodes that were made later are larger."""
-    number = node.metadata.get(_MADE)
+    number = node.metadata.get(_FIRST_NUMBER)
     return private(node, "_sequence_nr")() if number is None else number
 
 

@@ -98,7 +98,7 @@ def _rows(module: nn.Module, plan: Plan, rank: int) -> list[tuple[str, nn.Parame
     for name, parameter in module.named_parameters():
         if not is_remote(parameter):
             holding = holdings.of(name, rank, parameter.shape)
-            if holding.rows is not None and parameter.shape == holding.own:
+            if holding.rows is not None and parameter.shape == holding.owned:
                 parameters.append((name, parameter, holding.full))
     return parameters
 
@@ -164,6 +164,6 @@ def _named(modalities: Mapping[str, Modality]) -> dict[str, Any]:
     sizes = ["dp_size", "tp_size", "pp_size", "cp_size", "zero_stage", "dp_shard_size", "ep_size", "expert_tp_size"]
     return {
         name: {size: value_of(modality, size) for size in sizes}
-        | {field: value for feature in FEATURES for field, value in feature.said(modality).items()}
+        | {field: value for feature in FEATURES for field, value in feature.used_fields(modality).items()}
         for name, modality in modalities.items()
     }

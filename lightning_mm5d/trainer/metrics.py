@@ -121,7 +121,7 @@ def count_as_updated(metric: Metric) -> None:
     metric._update_count = max(metric._update_count, 1)
 
 
-class Kept(NamedTuple):
+class MetricStates(NamedTuple):
     """The states of a metric while it is used for something that must not count."""
 
     metric: Metric
@@ -129,7 +129,7 @@ class Kept(NamedTuple):
     others: dict[str, Any]
 
     @classmethod
-    def take(cls, metric: Metric) -> Kept:
+    def take(cls, metric: Metric) -> MetricStates:
         """Take the states away from `metric`, which starts afresh; nothing is copied."""
         states = cls(metric, metric.metric_state, _others(metric))
         for name, default in metric._defaults.items():
@@ -137,7 +137,7 @@ class Kept(NamedTuple):
         return states
 
     @classmethod
-    def copied(cls, metric: Metric) -> Kept:
+    def copied(cls, metric: Metric) -> MetricStates:
         """Copy the states of `metric`, which goes on with its own; elements of lists are not copied."""
         states = {
             name: state.clone() if isinstance(state, Tensor) else list(state)
@@ -159,9 +159,9 @@ def _others(metric: Metric) -> dict[str, Any]:
     return numbers | {name: getattr(metric, name) for name in (*_COUNTERS, *_CHANGED_BY_FORWARD)}
 
 
-def _with_inner(metric: Metric) -> list[Kept]:
+def _with_inner(metric: Metric) -> list[MetricStates]:
     """Copies of the states of a metric and of those that it wraps."""
-    return [Kept.copied(part) for part in metric.modules() if isinstance(part, Metric)]
+    return [MetricStates.copied(part) for part in metric.modules() if isinstance(part, Metric)]
 
 
 def is_synced(metric: Metric) -> bool:
@@ -199,7 +199,7 @@ class _Call(NamedTuple):
 @dataclass
 class _Calls:
     metric: Metric
-    before: list[Kept]
+    before: list[MetricStates]
     is_joined: bool = True
     nbytes: int = 0
     by_microbatch: dict[int, list[_Call]] = field(default_factory=dict)
@@ -421,7 +421,7 @@ class MetricSync:
             return original(*args, **kwargs)
         if guard is None or guard.ends_here is not False:
             return self._call(metric, original, args, kwargs)
-        taken = [Kept.take(part) for part in metric.modules() if isinstance(part, Metric)]
+        taken = [MetricStates.take(part) for part in metric.modules() if isinstance(part, Metric)]
         metric_ids = {id(states.metric) for states in taken}
         self._thrown_away |= metric_ids
         try:
@@ -467,7 +467,7 @@ class MetricSync:
 
         A rank with several stages runs the step of one microbatch once for each; only one of these runs counts.
         """
-        taken = [Kept.take(metric) for metric in self._metrics]
+        taken = [MetricStates.take(metric) for metric in self._metrics]
         try:
             yield
         finally:
@@ -477,12 +477,12 @@ class MetricSync:
     def restart(self) -> None:
         """Let all metrics start afresh, within `discarded`."""
         for metric in self._metrics:
-            Kept.take(metric)
+            MetricStates.take(metric)
             drop_result(metric)
 
-    def kept(self) -> list[Kept]:
+    def copied_states(self) -> list[MetricStates]:
         """Return copies of the metrics' states, to be put back where a step must run again."""
-        return [Kept.copied(metric) for metric in self._metrics]
+        return [MetricStates.copied(metric) for metric in self._metrics]
 
     def _sync(
         self,

@@ -18,7 +18,7 @@ import torch
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.removable import put
-from lightning_mm5d.sharded.torch_internals import OWN, torchs_own
+from lightning_mm5d.sharded.torch_internals import ORIGINALS, torchs_own
 
 
 class StepBackwards:
@@ -106,7 +106,7 @@ def replaced(function: Callable[..., Any], name: str = "backward") -> Iterator[N
     original = getattr(torch.autograd, name)
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        return (torchs_own(name) if original is OWN[name] else original)(*args, **kwargs)
+        return (torchs_own(name) if original is ORIGINALS[name] else original)(*args, **kwargs)
 
     take_away = put(torch.autograd, name, functools.wraps(original)(functools.partial(function, called)))
     try:

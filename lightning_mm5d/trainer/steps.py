@@ -231,7 +231,7 @@ class Steps:
         self._gradients.lay()
         reduction = self._gradients.reduction(whole=summing.is_early, rows=True)
         rows: dict[int, Tensor] = {}
-        step.kept = values = KeptValues(self._module, self._apart)
+        step.kept_values = values = KeptValues(self._module, self._apart)
         try:
             shows_copies = is_gathered or self._plan.main_params is not None
             watched: AbstractContextManager[None] = refused_writes(self._named) if shows_copies else nullcontext()
@@ -313,7 +313,7 @@ class Steps:
         if piped:
             undo = None if self.unscheduled is None else self.unscheduled.attempt(self._metrics, values)
             step = UserStep(self._module, name, arguments, piped, weights, **options)
-            step.kept = values
+            step.kept_values = values
             step.forgives = (StageError, RemoteParameterError) if undo is not None and self._plan.topology.edges else ()
             self.run(step, frozenset())
             results = self._share(piped, self._merged(step, None, values) if self._own_replica in piped else None)
@@ -327,7 +327,7 @@ class Steps:
         if walked:
             assert self.unscheduled is not None
             step = UserStep(self._module, name, arguments, walked, weights, **options)
-            step.kept = values
+            step.kept_values = values
             with self._capture.capture(), self._metrics.local(), self._engine.unscheduled(), step.counting():
                 self.unscheduled.execute(step)
             results |= self._share(walked, self._merged(step, None, values) if self._own_replica in walked else None)
@@ -463,7 +463,7 @@ class Steps:
             ConfigError: the step skipped some microbatches only.
         """
         losses, weights = [step.losses[index] for index in sorted(step.losses)], step.weights
-        local, weight = weights.weighted_sum(losses), sum(weights.own)
+        local, weight = weights.weighted_sum(losses), sum(weights.of_replica)
         counts = len(losses) - len(step.skipped), len(step.skipped)
         everywhere = torch.stack([local, *(local.new_full((), float(count)) for count in (step.has_graph, *counts))])
         if self._loss_group is not None:
@@ -486,7 +486,7 @@ class Steps:
         assert self._own_replica is not None
         if step.fails:
             return StepResult(fails=True)
-        samples = Sizes.of(step.microbatches[self._own_replica], step.weights.own)
+        samples = Sizes.of(step.microbatches[self._own_replica], step.weights.of_replica)
         results = [step.results[index] for index in sorted(step.results)]
         outputs: Any = results  # of parts with unknown numbers of samples
         if all(result is None for result in results):
@@ -494,7 +494,7 @@ class Steps:
         elif len(results) == 1 or all(part.is_counted for part in step.microbatches[self._own_replica]):
             outputs = merge(results, samples, reads=step.name not in self._joined)
             self._joined.add(step.name)
-        weight = sum(step.weights.own)
+        weight = sum(step.weights.of_replica)
         # replicas count by their samples in a synced mean, and the value must count by its weight
         total = step.weights.total
         factor = weight * self._plan.layout.num_replicas / total if total else 1.0
@@ -505,7 +505,7 @@ class Steps:
         if len(samples) > 1 and step.ended == [*range(len(samples))]:
             values.join(samples)
         stops, written = self._module.trainer.should_stop, dict(sorted(step.weights_written.items()))
-        return StepResult(loss, outputs, logs, kept=values.changes(), stops=stops, weights_written=written)
+        return StepResult(loss, outputs, logs, module_changes=values.changes(), stops=stops, weights_written=written)
 
     def _share(self, numbers: Iterable[int], merged: StepResult | None) -> dict[int, StepResult]:
         """Share results within each of some replicas; `merged` is that of this rank's own."""
@@ -526,8 +526,8 @@ class Steps:
             values.restore()
             return StepResult()
         # where the step ended, too, where values were sharded over several ranks: only all of these could read them
-        if self._own_replica is None or (results[shown].kept and self._is_shared):
-            values.adopt(results[shown].kept)
+        if self._own_replica is None or (results[shown].module_changes and self._is_shared):
+            values.adopt(results[shown].module_changes)
             self._module.trainer.should_stop |= results[shown].stops  # `self.trainer.should_stop = True` in the step
         # only now: with sync_dist a log is collective over all ranks, and others wait for the next replica's result
         replay(self._module, results[shown].logs)

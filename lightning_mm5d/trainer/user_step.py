@@ -38,25 +38,25 @@ class Weights:
     """The weight of each microbatch in the mean over all microbatches of all replicas.
 
     Attributes:
-        own: of this replica's microbatches, by index; empty on ranks where no step ends.
+        of_replica: of this replica's microbatches, by index; empty on ranks where no step ends.
         total: of the microbatches of all replicas.
         samples: of all replicas, where these have unlike numbers; else None.
     """
 
-    own: tuple[float, ...] = ()
+    of_replica: tuple[float, ...] = ()
     total: float = 1.0
     samples: float | None = None
 
     def share(self, index: int) -> float:
         """Return the factor of a microbatch's loss in the mean over all replicas; NaN where nothing weighs anything."""
-        return self.own[index] / self.total if self.total else math.nan
+        return self.of_replica[index] / self.total if self.total else math.nan
 
     def weighted_sum(self, losses: Sequence[Tensor]) -> Tensor:
         """Return the sum of this replica's losses times their weights, in float64.
 
         A loss of weight 0 is left out: a mean over no tokens is NaN, and on one process it would not be there.
         """
-        terms = [loss.double() * weight for loss, weight in zip(losses, self.own, strict=True) if weight]
+        terms = [loss.double() * weight for loss, weight in zip(losses, self.of_replica, strict=True) if weight]
         return torch.stack(terms).sum() if terms else losses[0].new_zeros((), dtype=torch.float64)
 
 
@@ -70,7 +70,7 @@ class StepResult:
         logs: merged calls of ``self.log``.
         has_graph: whether the loss of any microbatch of any replica has a gradient.
         fails: whether a pipeline could not run it, so that it has nothing else.
-        kept: what the step changed in attributes of the module, see `KeptValues.changes`.
+        module_changes: what the step changed in attributes of the module, see `KeptValues.changes`.
         stops: whether the step has asked the trainer to stop.
         weights_written: how often each run of the step wrote to which parameters and buffers, by name.
     """
@@ -80,7 +80,7 @@ class StepResult:
     logs: list[MergedLog] = field(default_factory=list)
     has_graph: bool = True
     fails: bool = False
-    kept: list[Any] = field(default_factory=list)
+    module_changes: list[Any] = field(default_factory=list)
     stops: bool = False
     weights_written: dict[str, int] = field(default_factory=dict)
 
@@ -160,7 +160,7 @@ def tree_of(result: StepResult) -> Any:
         options,
         [log.value for log in result.logs],
         result.fails,
-        result.kept,
+        result.module_changes,
         result.stops,
         result.weights_written,
     ]
@@ -203,7 +203,7 @@ class UserStep:
         epoch: of the run.
         results: of the last stage, by index of the microbatch.
         scopes: what belongs to one microbatch at a time.
-        kept: what the step keeps in attributes of the module, which is marked where a microbatch ends.
+        kept_values: what the step keeps in attributes of the module, which is marked where a microbatch ends.
         ended: indices of the microbatches that have ended, in their order.
         weights_written: how often each run on this rank wrote to which parameters and buffers, where these are watched.
     """
@@ -236,7 +236,7 @@ class UserStep:
         self._copies, self.writes = copies, False
         self._written: dict[int, _BatchCopy] = {}  # by identity of the tensor
         self.scopes: Sequence[Scope] = [capture]
-        self.kept: KeptValues | None = None
+        self.kept_values: KeptValues | None = None
         self.ended: list[int] = []
         self.weights_written = dict[str, int]()
 
@@ -280,7 +280,7 @@ class UserStep:
         Raises:
             RemoteParameterError: in the last stage, the result depends on values that only other ranks have.
         """
-        weights = self.weights.own
+        weights = self.weights.of_replica
         weight = weights[index] if index < len(weights) else microbatch.samples  # of another replica
         self._capture.begin_microbatch(index, weight, microbatch.samples)
         batch, copies = self._batch(microbatch), list[_BatchCopy]()
@@ -318,8 +318,8 @@ class UserStep:
 
     def _mark(self, index: int) -> None:
         self.ended.append(index)
-        if self.kept is not None and self.is_split:
-            self.kept.mark()
+        if self.kept_values is not None and self.is_split:
+            self.kept_values.mark()
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

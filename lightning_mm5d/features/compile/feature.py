@@ -62,7 +62,7 @@ class Compile(Feature):
         """Compile the forwards of this rank's layers."""
         if not any(modality.compute.compile for modality in plan.modalities.values()):
             return None
-        return _CompiledLayers(module, layers, plan.modalities, plan.partition.kept, in_lock_step).remove
+        return _CompiledLayers(module, layers, plan.modalities, plan.partition.kept_operations, in_lock_step).remove
 
 
 class _CompiledLayers(Removable):

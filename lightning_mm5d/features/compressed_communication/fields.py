@@ -60,7 +60,7 @@ def check(fields: Mapping[str, Any]) -> None:
             _check_layers(field, modality)
 
 
-def alone(modality: Modality) -> tuple[str, str] | None:
+def why_not_side_by_side(modality: Modality) -> tuple[str, str] | None:
     """Return why stages of `modality` cannot compute microbatches side by side, and what they could with."""
     if modality.communication.communication_dtype is None:
         return None

@@ -285,7 +285,7 @@ class ModuleWeights:
 
 def _local_shape(holding: Holding) -> tuple[int, ...]:
     """Return the shape that a rank keeps between steps."""
-    return holding.own if holding.rows is not None and holding.rows.stage == 3 else holding.local
+    return holding.owned if holding.rows is not None and holding.rows.stage == 3 else holding.local
 
 
 def make_in_full(root: nn.Module, recorded: Sequence[DeferredWeights]) -> None:

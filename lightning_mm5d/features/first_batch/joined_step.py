@@ -37,7 +37,7 @@ from lightning_mm5d.data.random_state import kept_random_state, seed_of
 from lightning_mm5d.sharded.remote_value import is_remote, plain
 from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.sharded.tensor import written_by
-from lightning_mm5d.sharded.torch_internals import OWN, version_of
+from lightning_mm5d.sharded.torch_internals import ORIGINALS, version_of
 from lightning_mm5d.stage.payload import detached
 from lightning_mm5d.trainer.kept_values import KeptState
 from lightning_mm5d.trainer.logs import LogCall, LogOptions, merged_value
@@ -245,7 +245,7 @@ class _Watched(TorchFunctionMode):
                 kwargs[name] = 0.0
         if getattr(func, "__name__", "") in _DRAWING:
             self._step.fails = True
-        if func is OWN["grad"] and not torch.is_grad_enabled():
+        if func is ORIGINALS["grad"] and not torch.is_grad_enabled():
             self._step.lacks_graph = True
         if func is not Tensor.requires_grad_:
             self._keep(written_by(func, args, kwargs))
@@ -379,7 +379,7 @@ def compare(module: LightningModule, step: JoinedStep) -> None:
 def _compare_losses(step: JoinedStep, losses: Sequence[float], rounding: float) -> None:
     """Warn where the loss of two microbatches as one is not the mean of theirs."""
     first, second, joined, again = losses
-    weights = step.weights.own[:2]
+    weights = step.weights.of_replica[:2]
     parts = [loss * weight for loss, weight in zip((first, second), weights, strict=True) if weight]
     mean = sum(parts) / sum(weights) if parts else math.nan
     if not math.isfinite(joined) or not parts or _differ(first, again, rounding * _LEAST):
@@ -418,7 +418,7 @@ def _compare_logs(step: JoinedStep, losses: Sequence[float], rounding: float) ->
 
 def _compare_results(step: JoinedStep, rounding: float) -> None:
     """Warn of what the step returns, or puts into attributes, for two microbatches otherwise than for both as one."""
-    samples = Sizes.of(next(iter(step.microbatches.values()))[:2], step.weights.own[:2])
+    samples = Sizes.of(next(iter(step.microbatches.values()))[:2], step.weights.of_replica[:2])
     samples.order = None
     of_first, of_second, both, again = (step.results[index] for index in range(4))
     with warnings.catch_warnings():

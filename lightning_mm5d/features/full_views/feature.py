@@ -316,7 +316,7 @@ class _FullViews(Attached):
             if local is None:
                 shared = self._shared.get(form.parameter)
                 whole = shared is not None and shared.is_whole
-                shape = self._exchange.holding(form.name, self._rank).own if whole else form.data.shape
+                shape = self._exchange.holding(form.name, self._rank).owned if whole else form.data.shape
                 local = torch.empty(shape, dtype=new.dtype, device=form.data.device)
             self._exchange.cut(form.name, new, local)
         shared = self._shared.get(form.parameter)

@@ -78,12 +78,12 @@ class PartExchange:
 
     def own_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of what this rank owns of a parameter that it holds."""
-        return self.holding(name, self._rank).own
+        return self.holding(name, self._rank).owned
 
     def forms(self, name: str) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of a parameter, full, local and own, of any rank that keeps a part of it."""
         held = self.holding(name, self._rank if self.is_held(name) else self._keepers(name)[0])
-        return held.full, held.local, held.own
+        return held.full, held.local, held.owned
 
     def is_held(self, name: str) -> bool:
         """Return whether this rank holds a part of a parameter."""
@@ -108,7 +108,7 @@ class PartExchange:
             size = 0
             for tensor in moving:
                 bucket.append(tensor)
-                size += dtype.itemsize * math.prod(self.holding(tensor.name, keeper).own)
+                size += dtype.itemsize * math.prod(self.holding(tensor.name, keeper).owned)
                 if size >= _BUCKET_BYTES:
                     self._broadcast(keeper, dtype, bucket)
                     bucket, size = [], 0
@@ -120,7 +120,7 @@ class PartExchange:
         parts = [
             (tensor, holding, part)
             for tensor, holding in zip(bucket, holdings, strict=True)
-            for part in holding.parts(holding.own)
+            for part in holding.parts(holding.owned)
         ]
         sizes = [math.prod(stop - start for start, stop in part.full) for _, _, part in parts]
         flat = torch.zeros(sum(sizes), dtype=dtype, device=self._wire)

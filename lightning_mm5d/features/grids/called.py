@@ -42,7 +42,7 @@ def called(module: nn.Module) -> frozenset[str] | None:
     reader = _Reader()
     for name in ("__call__", "forward"):
         reader.follow(getattr_static(type(module), name, None), module)
-    return None if reader.is_hidden else frozenset(reader.found)
+    return None if reader.is_hidden else frozenset(reader.names)
 
 
 def around(module: nn.Module, columns: Collection[str], rows: Collection[str]) -> frozenset[str]:
@@ -73,7 +73,7 @@ def around(module: nn.Module, columns: Collection[str], rows: Collection[str]) -
             if not is_super(node):
                 reader.visit(node, _Place(function, module, self_name))
         function = None if uses else later
-    return frozenset(reader.found)
+    return frozenset(reader.names)
 
 
 class _Ways(NamedTuple):
@@ -139,7 +139,7 @@ class _Place(NamedTuple):
 
     function: Any  # a FunctionType, which typing would bind as a method here
     module: nn.Module | None
-    own: str | None
+    self_name: str | None
 
 
 class _Method(NamedTuple):
@@ -152,7 +152,7 @@ class _Method(NamedTuple):
 class _Reader:
     def __init__(self) -> None:
         self._seen: set[tuple[FunctionType, int]] = set()
-        self.found: set[str] = set()
+        self.names: set[str] = set()
         self.is_hidden = False
 
     def follow(self, written: Any, module: nn.Module | None) -> None:
@@ -174,16 +174,16 @@ class _Reader:
 
     def visit(self, node: ast.AST, place: _Place) -> None:
         if isinstance(node, ast.MatMult):
-            self.found.add(PRODUCT)
+            self.names.add(PRODUCT)
         elif isinstance(node, ast.Attribute) and is_super(node) and place.module is not None:
             self.follow(next_method(type(place.module), place.function, node.attr), place.module)
         elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Load):
             self._take(_value(node, place), place)
         if isinstance(node, ast.Call) and _value(node.func, place) is None and not is_super(node.func):
             if isinstance(node.func, ast.Attribute) and not _is_harmless(node, place):
-                self.found.add(node.func.attr)
+                self.names.add(node.func.attr)
             elif isinstance(node.func, ast.Name) and node.func.id not in place.function.__code__.co_varnames:
-                self.found.add(node.func.id)
+                self.names.add(node.func.id)
 
     def _take(self, value: Any, place: _Place) -> None:
         """Read a function of the model, and note the name of a library's; either may be called under another name."""
@@ -203,7 +203,7 @@ class _Reader:
         elif callable(value) and not isinstance(value, (type, nn.Module)):
             owner = str(getattr(value, "__module__", "")).partition(".")[0]
             if owner not in _OF_NUMBERS:
-                self.found.add(_ROOM.sub("", getattr(value, "__name__", "")))
+                self.names.add(_ROOM.sub("", getattr(value, "__name__", "")))
 
 
 def _is_harmless(call: ast.Call, place: _Place) -> bool:
@@ -231,7 +231,7 @@ def _value(node: ast.AST, place: _Place) -> Any:
 
 
 def _named(name: str, place: _Place) -> Any:
-    if name == place.own:
+    if name == place.self_name:
         return place.module
     code, cells = place.function.__code__, place.function.__closure__ or ()
     if name in code.co_varnames or name in code.co_cellvars:

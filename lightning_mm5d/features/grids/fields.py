@@ -34,7 +34,7 @@ def check(fields: Mapping[str, Any]) -> None:
         _check(f"modalities.{name}", modality)
 
 
-def alone(modality: Modality) -> tuple[str, str] | None:
+def why_not_side_by_side(modality: Modality) -> tuple[str, str] | None:
     """Return why stages of `modality` cannot compute microbatches side by side, and what they could with."""
     if modality.tensor.tp_mode == "1d":
         return None

@@ -109,7 +109,7 @@ class GridLayers(Removable):
 
     def _layer(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            place, hidden = self._checks.given(module, args, kwargs)
+            place, hidden = self._checks.hidden_state(module, args, kwargs)
             frame = even_frame(self._shape, hidden.shape[0], hidden.shape[-1], self._group)
             if isinstance(hidden, Block):
                 local = hidden.local
@@ -121,7 +121,7 @@ class GridLayers(Removable):
                 result = inner(*args, **kwargs)
             several = isinstance(result, tuple | list)
             first, *others = result if several else (result,)
-            self._checks.made(module, first, local.shape)
+            self._checks.check_result(module, first, local.shape)
             if any(type(out) is Tensor for out in others):
                 rule = "A layer on a grid returns no tensor beside its hidden state and the weights of its attention"
                 raise self._checks.error(module, [tuple(out.shape) for out in others if isinstance(out, Tensor)], rule)
@@ -242,7 +242,7 @@ class GridChecks:
         """Note what an embedding takes, which tells the order of samples and tokens; a forward pre-hook."""
         self._ids[id(module)] = tuple(args[0].shape) if args and isinstance(args[0], Tensor) else ()
 
-    def given(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Place, Tensor]:
+    def hidden_state(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Place, Tensor]:
         """Return the hidden state among the arguments of a layer, and where it is.
 
         Raises:
@@ -257,7 +257,7 @@ class GridChecks:
         self._check_others(module, hidden, args, kwargs)
         return place, hidden
 
-    def made(self, module: nn.Module, first: object, shape: tuple[int, ...]) -> None:
+    def check_result(self, module: nn.Module, first: object, shape: tuple[int, ...]) -> None:
         """Refuse a layer whose first result is no hidden state of `shape`."""
         if not isinstance(first, Tensor) or tuple(first.shape) != tuple(shape):
             got = tuple(first.shape) if isinstance(first, Tensor) else type(first).__name__

@@ -156,8 +156,8 @@ class Cube:
     """A linear layer in 3D.
 
     Attributes:
-        given: the axis of the inputs' columns, over which results are summed.
-        made: the axis of the results' columns, over which rows of the inputs are gathered.
+        input_line: the axis of the inputs' columns, over which results are summed.
+        output_line: the axis of the results' columns, over which rows of the inputs are gathered.
         depth: the axis ``a``, over which blocks of weights are gathered.
         rows: length of each part of this ``a``'s rows.
         lengths: of the parts of this block of the weight, along the dim of the hidden width.
@@ -165,8 +165,8 @@ class Cube:
         is_conv: whether the weight is ``[in, out]``.
     """
 
-    given: Line
-    made: Line
+    input_line: Line
+    output_line: Line
     depth: Line
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -183,11 +183,11 @@ class _Product3D(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.cube = cube
         all_x, all_weight = (
-            cube.made.start_gather(x, 0, cube.rows, exact=True),
+            cube.output_line.start_gather(x, 0, cube.rows, exact=True),
             cube.depth.start_gather(weight, cube.dim, cube.lengths, exact=True),
         )
         full, block = all_x(), all_weight()
-        return cube.given.sum_scattered(full @ (block if cube.is_conv else block.t()), 0, cube.rows)
+        return cube.input_line.sum_scattered(full @ (block if cube.is_conv else block.t()), 0, cube.rows)
 
     @staticmethod
     @ends_graph
@@ -195,20 +195,20 @@ class _Product3D(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         cube: Cube = ctx.cube
         wants_x, wants_weight, _ = ctx.needs_input_grad
-        all_gradients: Wait = cube.given.start_gather(gradient, 0, cube.rows, exact=True)
+        all_gradients: Wait = cube.input_line.start_gather(gradient, 0, cube.rows, exact=True)
         all_weight: Wait | None = None
         all_x: Wait | None = None
         if wants_x:
             all_weight = cube.depth.start_gather(weight, cube.dim, cube.lengths, exact=True)
         if wants_weight:
-            all_x = cube.made.start_gather(x, 0, cube.rows, exact=True)
+            all_x = cube.output_line.start_gather(x, 0, cube.rows, exact=True)
         full = all_gradients()
         of_x: Wait | None = None
         of_weight: Wait | None = None
         if all_weight is not None:
             block = all_weight()
             below = full @ (block.t() if cube.is_conv else block)
-            of_x = cube.made.start_sum_scattered(below, 0, cube.rows)
+            of_x = cube.output_line.start_sum_scattered(below, 0, cube.rows)
         if all_x is not None:
             rows, inputs = full.reshape(_rows(full), full.shape[-1]), all_x()
             inputs = inputs.reshape(rows.shape[0], inputs.shape[-1])

@@ -72,15 +72,17 @@ class GridCosts(NamedTuple):
         layers = 1 if shape.mode == "3d" else shape.depth
         for product in products:
             if product.kind == "norm":
-                total += (side - 1) / size * product.given * (1 + product.passes)
+                total += (side - 1) / size * product.input * (1 + product.passes)
             elif product.kind == "adapter":
-                total += 2 * (side - 1) / side**2 * product.made / layers * (1 + product.passes)
+                total += 2 * (side - 1) / side**2 * product.output / layers * (1 + product.passes)
             elif shape.mode == "3d":
-                numbers = product.given + product.weight
-                backward = product.made * (product.passes or product.trains)
-                total += (side - 1) / size * (numbers * (1 + product.passes + product.trains) + product.made + backward)
+                numbers = product.input + product.weight
+                backward = product.output * (product.passes or product.trains)
+                total += (
+                    (side - 1) / size * (numbers * (1 + product.passes + product.trains) + product.output + backward)
+                )
             else:
-                panels = product.given / shape.depth + product.weight
+                panels = product.input / shape.depth + product.weight
                 total += (side - 1) / side**2 * panels * (1 + product.passes + product.trains)
         return total
 
@@ -128,7 +130,7 @@ class GridTrace:
 
     def moment(self, product: Any) -> int:
         """Return the bytes that a product needs for a moment, beside what it takes and makes."""
-        inputs, outputs = self.share(product.given), self.share(product.made)
+        inputs, outputs = self.share(product.input), self.share(product.output)
         weight = self._copies * product.weight // self.shape.size
         if self.shape.mode == "3d":  # a gradient is laid out anew
             return self.shape.side * max(inputs + weight + outputs, outputs + 2 * inputs + 3 * weight)
@@ -170,7 +172,7 @@ class GridTrace:
         Raises:
             ConfigError: the layer cannot compute on blocks.
         """
-        place, hidden = self._checks.given(module, args, kwargs)
+        place, hidden = self._checks.hidden_state(module, args, kwargs)
         self._entered = tuple(hidden.shape)
         size = hidden.numel() * hidden.element_size()
         if self._number(hidden) not in self._blocks:
@@ -181,7 +183,7 @@ class GridTrace:
 
     def left(self, module: nn.Module, result: Any) -> None:
         """Refuse a result of a layer that is no hidden state."""
-        self._checks.made(module, result[0] if isinstance(result, tuple | list) else result, self._entered)
+        self._checks.check_result(module, result[0] if isinstance(result, tuple | list) else result, self._entered)
 
     def full(self, result: Any) -> Any:
         """Return the result of the last layer with a full hidden state."""

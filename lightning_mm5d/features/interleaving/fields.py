@@ -83,7 +83,7 @@ def check_beside(name: str, other: str, modalities: Mapping[str, Modality]) -> N
         rule = f"With {of}.sharding.zero_stage=3 replicas gather layers in each microbatch, which runs by itself"
         raise ConfigError(field, count, rule, f"{_FIX}, or use a zero_stage below 3")
     for checks in parts("fields"):
-        if (why := getattr(checks, "alone", lambda _: None)(modality)) is not None:
+        if (why := getattr(checks, "why_not_side_by_side", lambda _: None)(modality)) is not None:
             rule, fix = why
             raise ConfigError(field, count, f"With {of}.{rule}", f"{_FIX}, or {fix}")
     if modality.compute.compile:

@@ -192,7 +192,7 @@ class LockStep(_Generating, AroundUpdates):
             metrics: of the module.
             values: the attributes before the step.
         """
-        saved = metrics.kept()
+        saved = metrics.copied_states()
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers(recurse=False)]
 
         def undo() -> None:

@@ -19,7 +19,7 @@ from lightning_mm5d.features.recomputation.fields import (
     normal_name,
     recomputed_layers,
 )
-from lightning_mm5d.partition.costs import Kept, share_again
+from lightning_mm5d.partition.costs import KeptOperations, share_again
 
 __all__ = ["depends_on_cut", "kept_of", "share_of"]
 
@@ -28,7 +28,7 @@ OWN_ATTENTION = "mm5d.attention"
 _MANY = 1000
 
 
-def kept_of(name: str, modality: Modality, sizes: Sequence[int]) -> tuple[Kept, ...]:
+def kept_of(name: str, modality: Modality, sizes: Sequence[int]) -> tuple[KeptOperations, ...]:
     """Return what is kept of each layer of a modality, as `recomputed_layers`; empty where all of it is.
 
     Args:

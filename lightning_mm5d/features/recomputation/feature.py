@@ -61,7 +61,7 @@ class Recomputation(Feature):
         """Refuse a compiled module around layers that run again."""
         again = {
             part: name
-            for name, layer_operations in plan.partition.kept.items()
+            for name, layer_operations in plan.partition.kept_operations.items()
             for part, operations in zip(plan.partition.parts[name].paths, layer_operations, strict=True)
             if operations is not None
         }
@@ -81,7 +81,7 @@ class Recomputation(Feature):
     def cut(self, runtime: Runtime, plan: Plan, device: torch.device) -> Callable[[], None] | None:
         """Stand before the layers and the boundaries of this rank that run again."""
         chunked = any(chunk_size(modality) is not None for modality in plan.modalities.values())
-        return Recompute(runtime, plan.modalities, device).remove if plan.partition.kept or chunked else None
+        return Recompute(runtime, plan.modalities, device).remove if plan.partition.kept_operations or chunked else None
 
 
 class Recompute(Removable):
@@ -101,7 +101,7 @@ class Recompute(Removable):
             for boundary in runtime.partition.encoders[modality].boundaries:
                 self._patch_boundary(boundary, modality)
         done = set[int]()
-        for modality, layer_operations in runtime.partition.kept.items():
+        for modality, layer_operations in runtime.partition.kept_operations.items():
             if modality in whole:
                 continue
             cuts = [stage.cuts[modality] for stage in runtime.stages if modality in stage.cuts]
@@ -201,9 +201,9 @@ class Recompute(Removable):
             inner = partial(type(module).forward, module) if override is None else override
 
             def chunk(*args: Any, **kwargs: Any) -> Any:
-                if watch.found or not self._applies(module, modality, calls, args, kwargs):
+                if watch.checkpoints_itself or not self._applies(module, modality, calls, args, kwargs):
                     return inner(*args, **kwargs)
-                is_watched = watch.found is None
+                is_watched = watch.checkpoints_itself is None
                 compute = watch.watched(inner) if is_watched else inner
                 return self._run(module, compute, args, kwargs, operations, buffers, is_eager=is_watched)
 
@@ -301,20 +301,20 @@ class _Watch:
     """Whether a layer's own code checkpoints all that has parameters in it, as its first call shows.
 
     Attributes:
-        found: what was found; None before that call.
+        checkpoints_itself: whether it does; None before that call.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         self._modules = [
             module for module in layer.modules() if next(module.parameters(recurse=False), None) is not None
         ]
-        self.found: bool | None = False if any(map(is_compiled, layer.modules())) else None
+        self.checkpoints_itself: bool | None = False if any(map(is_compiled, layer.modules())) else None
 
     def watched(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Return `inner`, a layer's forward; its first call inside of a checkpoint is watched."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.found is not None:
+            if self.checkpoints_itself is not None:
                 return inner(*args, **kwargs)
             around, seen = _top_hooks(True)[0], list[bool]()
 
@@ -324,7 +324,7 @@ class _Watch:
             with ExitStack() as stack:
                 for module in self._modules:
                     stack.callback(module.register_forward_pre_hook(note).remove)
-                stack.callback(lambda: setattr(self, "found", bool(seen) and all(seen)))
+                stack.callback(lambda: setattr(self, "checkpoints_itself", bool(seen) and all(seen)))
                 stack.enter_context(torch.compiler.set_stance("force_eager"))  # hooks are not to be compiled
                 return inner(*args, **kwargs)
 

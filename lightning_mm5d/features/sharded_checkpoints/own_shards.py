@@ -321,7 +321,9 @@ class OwnShards:
         """Whether a state of a parameter is cut as it is."""
         if label not in self._tensors or value.shape == parameter.shape:
             return label in self._tensors
-        return self._holdings is not None and (value.shape == self._holdings.of(label, self._rank, parameter.shape).own)
+        return self._holdings is not None and (
+            value.shape == self._holdings.of(label, self._rank, parameter.shape).owned
+        )
 
 
 def own_state(root: nn.Module, plan: Plan | None, stand_ins: dict[str, Tensor], prefix: str = "") -> dict[str, Any]:

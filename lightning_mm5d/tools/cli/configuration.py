@@ -29,7 +29,7 @@ from lightning_mm5d.config.groups import (
     FIELDS,
     OF_MODALITY,
     OF_STRATEGY,
-    made_groups,
+    build_groups,
     names_of,
     path_of,
     refuse_unknown,
@@ -381,7 +381,7 @@ def _without_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(kind := fields.get("checkpoint"), str):
         fields["checkpoint"] = {"checkpoint_format": kind}
     groups = {group: fields.pop(group) for group in OF_STRATEGY if group in fields}
-    made_groups(OF_STRATEGY, groups, "")
+    build_groups(OF_STRATEGY, groups, "")
     return fields | {name: value for group in groups.values() for name, value in (group or {}).items()}
 
 

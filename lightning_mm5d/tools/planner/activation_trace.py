@@ -51,8 +51,8 @@ class Product(NamedTuple):
         kind: ``column`` for a way into an attention or a MLP, ``row`` for the way out, ``norm`` for such a norm,
             ``adapter`` for the first matrix of a low-rank adapter on a grid.
         source: number of the storage that it takes.
-        given: size of what it takes.
-        made: size of its result.
+        input: size of what it takes.
+        output: size of its result.
         weight: size of its weight, in the type of its result.
         passes: whether what it takes gets a gradient.
         trains: whether its weight gets one.
@@ -60,8 +60,8 @@ class Product(NamedTuple):
 
     kind: str
     source: int
-    given: int
-    made: int
+    input: int
+    output: int
     weight: int
     passes: bool
     trains: bool

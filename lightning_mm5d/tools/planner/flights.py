@@ -42,11 +42,11 @@ class Reduced(NamedTuple):
 
     Attributes:
         whole: of all of it.
-        own: of the rows that this rank gets; None where it gets all.
+        owned: of the rows that this rank gets; None where it gets all.
     """
 
     whole: int
-    own: int | None
+    owned: int | None
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class StageFlight:
     """One stage on one rank; sequences have an entry for each unit, in the order in which they run.
 
     Attributes:
-        kept: what each unit keeps of a microbatch.
+        saved: what each unit keeps of a microbatch.
         working: bytes that it needs for a moment.
         gradients: bytes of those of its trained parameters.
         away: whether what it keeps leaves for the host.
@@ -66,7 +66,7 @@ class StageFlight:
         joins: whether each unit is of an encoder whose calls are joined; without any entry none is.
     """
 
-    kept: Sequence[Storages]
+    saved: Sequence[Storages]
     working: Sequence[int]
     gradients: Sequence[int]
     away: Sequence[bool]
@@ -86,10 +86,10 @@ class StageFlight:
     def remaining(self) -> list[int]:
         """Bytes of a microbatch when a backward has freed all units, all but the first, and so on."""
         if not self.has_backward:
-            return [0] * (len(self.kept) + 1)
+            return [0] * (len(self.saved) + 1)
         held: Storages = dict(self.passed)
         sums = [sum(held.values())]
-        for storages in self.kept:
+        for storages in self.saved:
             held |= storages
             sums.append(sum(held.values()))
         return sums
@@ -98,9 +98,9 @@ class StageFlight:
     def remaining_put_off(self) -> list[int]:
         """As `remaining`, of a backward that puts weight gradients off."""
         sums = []
-        for done in range(len(self.kept) + 1):
+        for done in range(len(self.saved) + 1):
             held: Storages = dict(self.passed) if done else {}
-            for storages in (*self.kept[:done], *self.put_off[done:]):
+            for storages in (*self.saved[:done], *self.put_off[done:]):
                 held |= storages
             sums.append(sum(held.values()))
         return sums
@@ -108,14 +108,14 @@ class StageFlight:
     @cached_property
     def is_joint(self) -> Sequence[bool]:
         """`joins`, with an entry for each unit."""
-        return self.joins or [False] * len(self.kept)
+        return self.joins or [False] * len(self.saved)
 
     @cached_property
     def joint(self) -> list[int]:
         """Of `remaining`, what units of joined calls hold, beside what is passed."""
         held: Storages = {}
         sums = [0]
-        for number, storages in enumerate(self.kept):
+        for number, storages in enumerate(self.saved):
             held |= storages if self.has_backward and self.is_joint[number] else {}
             sums.append(sum(size for key, size in held.items() if key not in self.passed))
         return sums
@@ -134,7 +134,7 @@ class StageFlight:
     def leaves(self) -> int:
         """Bytes of a microbatch that leave for the host."""
         leaving: Storages = {}
-        for storages, away in zip(self.kept, self.away, strict=True):
+        for storages, away in zip(self.saved, self.away, strict=True):
             leaving |= storages if away else {}
         return sum(size for number, size in leaving.items() if number not in self.passed) if self.has_backward else 0
 
@@ -215,7 +215,7 @@ def _back(
 ) -> tuple[int, int]:
     """Return the peak of one backward, which leaves `left` after each unit, and the gradients after it."""
     peak, working = 0, stage.of_call(stage.working, called)
-    for number in reversed(range(len(stage.kept))):
+    for number in reversed(range(len(stage.saved))):
         peak = max(peak, others + left[number + 1] + gradients + working[number])
         gradients += coming[number]
         peak = max(peak, others + left[number] + gradients)
@@ -224,7 +224,7 @@ def _back(
 
 def _ending(stage: StageFlight) -> list[tuple[int, int]]:
     ending, came = [], 0
-    for number in reversed(range(len(stage.kept))):
+    for number in reversed(range(len(stage.saved))):
         came += stage.gradients[number]
         ending.append((came, stage.remaining[number]))
     return ending
@@ -241,8 +241,8 @@ def reduced(gradients: Sequence[Reduced], bucket_bytes: int, ending: Sequence[tu
         bucket_bytes: of a message, at most.
         ending: as in a `Flight`.
     """
-    shared = [number for number, gradient in enumerate(gradients) if gradient.own is not None]
-    whole = [number for number, gradient in enumerate(gradients) if gradient.own is None]
+    shared = [number for number, gradient in enumerate(gradients) if gradient.owned is not None]
+    whole = [number for number, gradient in enumerate(gradients) if gradient.owned is None]
     buckets = [*_buckets(gradients, shared, bucket_bytes), *_buckets(gradients, whole, bucket_bytes)]
     now = peak = sum(gradient.whole for gradient in gradients)
     came = carried = rows = 0
@@ -250,12 +250,12 @@ def reduced(gradients: Sequence[Reduced], bucket_bytes: int, ending: Sequence[tu
         size = sum(gradients[number].whole for number in bucket)
         came += size
         left = next((activations for gradient, activations in ending if gradient >= came), 0)
-        if gradients[bucket[0]].own is None:
+        if gradients[bucket[0]].owned is None:
             peak = max(peak, now + carried + max(gradients[number].whole for number in bucket) + left)
             continue
         peak = max(peak, now + carried + size + left)
         now += rows - size  # the sum of the bucket before is there
-        carried, rows = 2 * size, sum(gradients[number].own or 0 for number in bucket)
+        carried, rows = 2 * size, sum(gradients[number].owned or 0 for number in bucket)
         peak = max(peak, now + carried + left)
     return max(peak, now + rows)
 

@@ -258,13 +258,13 @@ class StateBytes(NamedTuple):
     """Bytes beside one parameter.
 
     Attributes:
-        kept: of its states.
+        persistent: of its states.
         working: that a step needs for a moment.
         together: whether a step works on all parameters at once, so that this memory adds up.
         moved: that the operations of a step read and write.
     """
 
-    kept: int
+    persistent: int
     working: int
     together: bool
     moved: int = 0

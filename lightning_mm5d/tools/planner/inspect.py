@@ -222,7 +222,7 @@ def changed(plan: Plan, modalities: Mapping[str, Modality]) -> Plan:
     partition = plan.partition
     sizes = {name: [cut.last - cut.first for cut in cuts] for name, cuts in partition.stages.items()}
     kept_of_layers = {name: kept_of(name, modality, sizes[name]) for name, modality in modalities.items()}
-    partition = replace(partition, kept={name: layers for name, layers in kept_of_layers.items() if layers})
+    partition = replace(partition, kept_operations={name: layers for name, layers in kept_of_layers.items() if layers})
     return replace(plan, modalities=modalities, partition=partition)
 
 

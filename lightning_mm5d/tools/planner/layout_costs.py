@@ -140,7 +140,7 @@ class LayoutCosts:
 
     Args:
         cluster: its links and devices.
-        alone: the trace of one rank.
+        of_one: the trace of one rank.
         of_two: that of two tensor parallel ranks, where layers can be sharded.
         samples: of the traced microbatch.
         rows: for each modality its units, by their parameters.
@@ -150,7 +150,7 @@ class LayoutCosts:
     """
 
     cluster: Cluster
-    alone: Trace
+    of_one: Trace
     of_two: Trace
     samples: int
     rows: Mapping[str, Sequence[Unit]]
@@ -168,9 +168,9 @@ class LayoutCosts:
                 return round(_on_ranks(single, of_two, tp) * factor)
 
             units[name] = [_use(*pair, size) for pair in self._pairs(name)]
-            if name in self.alone.exits:
-                exits[name] = _storages(self.alone.exits[name], self.of_two.exits[name], size)
-        return replace(self.alone, units=units, exits=exits)
+            if name in self.of_one.exits:
+                exits[name] = _storages(self.of_one.exits[name], self.of_two.exits[name], size)
+        return replace(self.of_one, units=units, exits=exits)
 
     def units(self, name: str, modality: Modality, samples: float) -> list[Unit]:
         """Return the units of a modality in seconds on a rank, for a microbatch of so many samples."""
@@ -207,8 +207,8 @@ class LayoutCosts:
         named = [each.name for each in fields(Work)]
         work = Work(*(_on_ranks(getattr(use.work, n), getattr(two.work, n), tp) * factor for n in named))
         within, block, beyond = (self.cluster.link(range(size)) for size in (tp, tp * cp, tp * ep))
-        sums = {p.source: p.given for p in two.products if p.kind == "column" and p.passes}
-        results = [p.made for p in two.products if p.kind == "row"]
+        sums = {p.source: p.input for p in two.products if p.kind == "column" and p.passes}
+        results = [p.output for p in two.products if p.kind == "row"]
         keys = 0.0 if modality.context.cp_mode == "items" else block.all_gather(cp, work.keys * cp)
         routed = 2 * beyond.all_to_all(ep, work.routed)
         forward = self.cluster.seconds(work.flops + work.attention, work.moved) * scale.forward + keys + routed
@@ -227,7 +227,7 @@ class LayoutCosts:
         return replace(unit, forward=forward, costs=costs, backward=max(backward, _LEAST) / forward)
 
     def _pairs(self, name: str) -> zip[tuple[UnitUse, UnitUse]]:
-        return zip(self.alone.units[name], self.of_two.units[name], strict=True)
+        return zip(self.of_one.units[name], self.of_two.units[name], strict=True)
 
     # --- a step ---
 
@@ -241,7 +241,7 @@ class LayoutCosts:
             modality = plan.modalities[name]
             width = modality.tp_size * modality.cp_size  # by which graphs divide
             row = [unit.scaled(width) for unit in self.units(name, modality, samples)]
-            again = costed(row, plan.partition.kept.get(name, ()))
+            again = costed(row, plan.partition.kept_operations.get(name, ()))
             for cut in cuts:
                 *others, last = again[span_of(cut, cuts)]
                 stage = plan.topology.stage_of[cut.name]

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.partition.costs import Unit
 from lightning_mm5d.partition.parts import Parts
-from lightning_mm5d.partition.step_uses import Encoder, Found
+from lightning_mm5d.partition.step_uses import Encoder, Structure
 from lightning_mm5d.sharded.removable import put
 
 
@@ -89,7 +89,7 @@ def medians(runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[flo
 
 
 def measure(
-    module: LightningModule, batch: Any, model: Found, rows: Mapping[str, Sequence[Unit]]
+    module: LightningModule, batch: Any, model: Structure, rows: Mapping[str, Sequence[Unit]]
 ) -> dict[str, list[Measured]]:
     """Run the step of the module a few times; return the seconds of each unit, by modality.
 
@@ -130,7 +130,7 @@ def _loss_of(result: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) and loss.requires_grad else None
 
 
-def _row(name: str, row: Sequence[Unit], model: Found, spent: Mapping[Any, float]) -> list[float]:
+def _row(name: str, row: Sequence[Unit], model: Structure, spent: Mapping[Any, float]) -> list[float]:
     """The seconds of one modality's units; keys of `spent` are modality, (modality, layer index) and ``"step"``."""
     layers = [spent.get((name, index), 0.0) for index in range(len(row) - 2)]
     total = spent.get(name, 0.0)
@@ -143,7 +143,7 @@ def _row(name: str, row: Sequence[Unit], model: Found, spent: Mapping[Any, float
 
 
 def _backward_of(
-    name: str, row: Sequence[Unit], model: Found, spent: Mapping[Any, float]
+    name: str, row: Sequence[Unit], model: Structure, spent: Mapping[Any, float]
 ) -> tuple[float, Sequence[float]]:
     """The seconds of one modality's backward around its layers, and of each of them; keys of `spent` as of `_row`."""
     layers = [spent.get((name, index), 0.0) for index in range(len(row) - 2)]

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from lightning_mm5d.partition import StageCut
-from lightning_mm5d.partition.costs import Kept
+from lightning_mm5d.partition.costs import KeptOperations
 from lightning_mm5d.plan.holdings import DataShard, DataShards
 from lightning_mm5d.plan.issued import why_apart
 from lightning_mm5d.plan.plan import Plan
@@ -237,8 +237,8 @@ class _Estimate:
         parameters = sum(p.rest for p in rests)
         gathered = self._gathered(rests)
         gradients = sum(p.owned for p in trained)
-        states = sum(p.states.kept for p in trained if p.states)
-        states_away = sum(p.states.kept for p in trained if p.states and "optimizer" in p.offloads)
+        states = sum(p.states.persistent for p in trained if p.states)
+        states_away = sum(p.states.persistent for p in trained if p.states and "optimizer" in p.offloads)
         flight = self._flight(rank)
         older = gradients if self._step.accumulates else 0
         base = parameters + states - states_away
@@ -297,7 +297,7 @@ class _Estimate:
         """Offloaded states that are on the device at a time: of two buckets of parameters, or all of them."""
         if self._step.states is None:
             return 0
-        moved = [(p.owned, p.states.kept if p.states and "optimizer" in p.offloads else 0) for p in trained]
+        moved = [(p.owned, p.states.persistent if p.states and "optimizer" in p.offloads else 0) for p in trained]
         torchs = all(type(optimizer).__module__.startswith("torch.optim") for optimizer in self._step.states.optimizers)
         if torchs and not any(p.states.together for p in trained if p.states):
             return _two_buckets(moved, self._step.bucket_bytes)
@@ -343,7 +343,7 @@ class _Estimate:
         for member in order:
             units, span = plan.partition.units[member], span_of(cuts[member], plan.partition.stages[member.modality])
             uses = [UnitUse()] * len(units) if step.trace is None else step.trace.units[member.modality][span]
-            layers = plan.partition.kept.get(member.modality, ())
+            layers = plan.partition.kept_operations.get(member.modality, ())
             for number, (unit, use) in enumerate(zip(units, uses, strict=True), span.start):
                 operations = layers[number - 1] if 0 < number <= len(layers) else None
                 saved.append(_storages(use, operations))
@@ -419,7 +419,7 @@ def span_of(cut: StageCut, cuts: Sequence[StageCut]) -> slice:
     return slice(cut.first + (cut.index > 0), None if cut is cuts[-1] else cut.last + 1)
 
 
-def _storages(use: UnitUse, operations: Kept) -> Storages:
+def _storages(use: UnitUse, operations: KeptOperations) -> Storages:
     """What a unit keeps, where it runs again but for some operations; None for a unit that does not."""
     if operations is None or not use.saved:
         return use.saved

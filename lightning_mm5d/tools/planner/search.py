@@ -315,7 +315,7 @@ class LayoutSearch:
             gradients = sum(p.nbytes for _, p in trained)
             states = [optimizers.of(path, tuple(p.shape), p.dtype) for path, p in trained if optimizers is not None]
             parameters = sum(p.nbytes for p in held.values())
-            sizes[name] = gradients + parameters, sum(state.kept for state in states if state), gradients
+            sizes[name] = gradients + parameters, sum(state.persistent for state in states if state), gradients
         return sizes
 
     def _least(self, candidate: Candidate, sizes: Sequence[int] = ()) -> float:

@@ -21,7 +21,7 @@ def given(samples: int, length: int, argument: Any) -> None:
     for shape in ((samples + 1, length), (samples, length)):
         checks.note_ids(embedding, (torch.zeros(shape, dtype=torch.long),))
         taken = () if shape[0] != samples else (argument,)
-        checks.given(layer, (torch.zeros(*shape, WIDTH), *taken), {})
+        checks.hidden_state(layer, (torch.zeros(*shape, WIDTH), *taken), {})
 
 
 @pytest.mark.parametrize("argument", [torch.ones(8, 8).tril().bool(), torch.zeros(8, 8)], ids=["bools", "numbers"])

@@ -39,7 +39,7 @@ def test_a_layer_that_runs_again_costs_a_forward_more() -> None:
 def test_stages_say_for_themselves_what_they_compute_again() -> None:
     found = cut({"per_stage": ["full", "none"]}, pp_size=2)
     first = found.stages["language"][0].last
-    assert [one is not None for one in found.kept["language"]] == [True] * first + [False] * (4 - first)
+    assert [one is not None for one in found.kept_operations["language"]] == [True] * first + [False] * (4 - first)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_states_are_those_that_the_optimizer_keeps(name: str) -> None:
     make, size = OPTIMIZERS[name]
     found = OptimizerStates(Linear(make), remade).of("layer.weight", (200, 100), torch.float32)
     assert found is not None
-    assert found.kept == size
+    assert found.persistent == size
 
 
 @pytest.mark.parametrize(("name", "moved"), [("SGD", 3), ("SGD with momentum", 2 + 3 + 3)])

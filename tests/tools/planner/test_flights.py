@@ -14,7 +14,7 @@ STAGE = StageKey("language", 0)
 def stage() -> StageFlight:
     """Two units, which share storage 1 and pass storage 0; gradients of 7 bytes each."""
     return StageFlight(
-        kept=[{1: 10, 2: 100}, {1: 10, 3: 200}],
+        saved=[{1: 10, 2: 100}, {1: 10, 3: 200}],
         working=[0, 0],
         gradients=[7, 7],
         away=[False, False],

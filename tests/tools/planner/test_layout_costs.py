@@ -55,7 +55,7 @@ def test_a_layer_takes_two_flops_for_each_weight_and_token_and_half_of_all_pairs
     samples, length = batch["input_ids"].shape
     layer = CASES["llama"].build().get_submodule("model.model.layers.0")
     weights = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
-    work = one.costs.alone.units["language"][1].work
+    work = one.costs.of_one.units["language"][1].work
     assert work.flops == work.trained == 2 * weights * samples * length
     heads_width = layer.self_attn.q_proj.out_features
     full = 4 * samples * length**2 * heads_width
@@ -68,7 +68,7 @@ def test_two_traces_give_that_of_other_ranks_and_samples(one: LayoutSearch) -> N
     assert costs.samples == 2
     two = {"language": replace(plan.modalities["language"], tp_size=2)}
     assert kept(costs.trace(two, 2)) == kept(costs.of_two)
-    assert kept(costs.trace(plan.modalities, 4)) == 2 * kept(costs.alone)
+    assert kept(costs.trace(plan.modalities, 4)) == 2 * kept(costs.of_one)
     four = {"language": replace(plan.modalities["language"], tp_size=4)}
     assert kept(costs.of_two) > kept(costs.trace(four, 2)) > kept(costs.of_two) / 2
 
