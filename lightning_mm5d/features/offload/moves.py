@@ -240,6 +240,10 @@ class Saved:
         return torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage(), *place)
 
 
+def _applies_to_nothing() -> bool:
+    return False
+
+
 class SavedActivations:
     """What the graph of one forward has saved; entered around that forward.
 
@@ -261,6 +265,9 @@ class SavedActivations:
 
     def __exit__(self, *_: object) -> None:
         self._hooks.__exit__()
+        # torch keeps `_pack` as long as the graph, which may have parts that no backward frees; what `applies` holds of
+        # the forward, among it results, would keep these for ever
+        self._applies = _applies_to_nothing
 
     def _pack(self, tensor: Tensor) -> Saved:
         saved = Saved(tensor)

@@ -118,6 +118,31 @@ def test_the_device_holds_nothing_of_what_is_away() -> None:
     torch.testing.assert_close(x.grad, 2 * (2 * x.detach()).exp())
 
 
+def test_a_part_of_the_graph_without_a_backward_ends_with_its_forward() -> None:
+    """As of the last layer of LLaVA's vision tower, whose output nobody reads."""
+
+    class Results:
+        unread: Tensor
+
+    def leaves() -> weakref.ref[Results]:
+        results = Results()
+        saved = SavedActivations(memory, lambda: results is not None)
+        with saved:
+            x = torch.randn(64, 64, requires_grad=True).exp()
+            results.unread = x.square().sum()
+            loss = x.sum()
+        saved.leave([], lambda count: None)
+        assert memory.bytes_held
+        loss.backward()
+        return weakref.ref(results)
+
+    memory = HostMemory(CPU)
+    results = leaves()
+    gc.collect()
+    assert results() is None
+    assert memory.bytes_held == 0
+
+
 def test_other_modalities_stay() -> None:
     memory = HostMemory(CPU)
     saved = SavedActivations(memory, lambda: False)
