@@ -188,8 +188,8 @@ def main(models: list[str], layouts: list[str]) -> None:
             except (RuntimeError, TimeoutError) as error:
                 print(f"| {model} | {layout} | {str(error).splitlines()[-1]} | |", flush=True)
                 continue
-            values = ", ".join(f"{(rank.peak + rank.host) / 1e6:.0f} / {peak / 1e6:.0f}" for rank, peak in pairs)
-            ratios = ", ".join(f"{(rank.peak + rank.host) / peak:.3f}" for rank, peak in pairs)
+            values = ", ".join(f"{rank.together / 1e6:.0f} / {peak / 1e6:.0f}" for rank, peak in pairs)
+            ratios = ", ".join(f"{rank.together / peak:.3f}" for rank, peak in pairs)
             print(f"| {model} | {layout} | {values} | {ratios} |", flush=True)
 
 

@@ -31,6 +31,7 @@ from lightning_mm5d.features.offload.moves import SMALLEST, HostMemory, Moves, S
 from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.removable import put
+from lightning_mm5d.stage import is_placeholder
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.optimization import AroundUpdates
 
@@ -120,6 +121,8 @@ class OffloadedStates(AroundUpdates):
         buckets, size = [set[int]()], 0
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                if is_placeholder(parameter):
+                    continue
                 if size >= self._bucket_bytes:
                     buckets.append(set())
                     size = 0

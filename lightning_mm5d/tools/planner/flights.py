@@ -28,12 +28,14 @@ class Flight(NamedTuple):
         activations: on the device, at most.
         peak: of activations, gradients and working memory together.
         host: of activations in host memory, at most.
+        together: `peak`, with what is in host memory at that moment.
         ending: of the last backward, unit by unit: bytes of gradients that have come, and of activations that are left.
     """
 
     activations: int
     peak: int
     host: int
+    together: int = 0
     ending: Sequence[tuple[int, int]] = ()
 
 
@@ -131,12 +133,19 @@ class StageFlight:
         return [rest + (size - 1) * more for rest, more in zip(left, self.joint, strict=True)]
 
     @cached_property
+    def on_host(self) -> list[int]:
+        """Bytes of a microbatch that left for the host, of no unit, the first one, the first two and so on."""
+        leaving: Storages = {}
+        sums = [0]
+        for storages, away in zip(self.saved, self.away, strict=True):
+            leaving |= storages if away and self.has_backward else {}
+            sums.append(sum(size for number, size in leaving.items() if number not in self.passed))
+        return sums
+
+    @cached_property
     def leaves(self) -> int:
         """Bytes of a microbatch that leave for the host."""
-        leaving: Storages = {}
-        for storages, away in zip(self.saved, self.away, strict=True):
-            leaving |= storages if away else {}
-        return sum(size for number, size in leaving.items() if number not in self.passed) if self.has_backward else 0
+        return self.on_host[-1]
 
 
 def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> Flight:
@@ -149,7 +158,7 @@ def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> 
     backs = {(action.stage, action.microbatch): at for at, action in enumerate(actions) if action.passes_gradients}
     held: dict[tuple[StageKey, int], int] = {}
     host: dict[tuple[StageKey, int], int] = {}
-    most = peak = most_host = 0
+    most = peak = most_host = together = 0
     gradients = sum(sum(stage.laid) for stage in stages.values())
     begun: set[tuple[StageKey, bool]] = set()
     calls = _calls(actions, stages)
@@ -163,7 +172,8 @@ def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> 
             size, (group, called) = stage.remaining[-1], calls[number]
             groups[group] = groups.get(group, called * stage.joint[-1]) - stage.joint[-1]
             working = max(stage.of_call(stage.working, called), default=0)
-            peak = max(peak, sum(held.values()) + sum(groups.values()) + gradients + size + working)
+            now = sum(held.values()) + sum(groups.values()) + gradients + size + working
+            peak, together = max(peak, now), max(together, now + sum(host.values()))
             if key in backs:
                 held[key] = size
                 most = max(most, sum(held.values()) + sum(groups.values()))
@@ -178,20 +188,28 @@ def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> 
                 size if action.frees and (action.stage, is_joint) not in begun and (called or not is_joint) else 0
                 for size, is_joint in zip(stage.coming, stage.is_joint, strict=True)
             ]
-            top, gradients = _back(stage, stage.left_by_call(left, called), others, gradients, coming, called)
-            peak = max(peak, top)
+            left_units = stage.left_by_call(left, called)
+            if key in host:  # a fetched storage is on the host too, until its unit is freed
+                left_with_host = [size + away for size, away in zip(left_units, stage.on_host, strict=True)]
+            else:
+                left_with_host = [*left_units]
+            others_with_host = others + sum(host.values()) - host.get(key, 0)
+            top_together, _ = _back(stage, left_with_host, others_with_host, gradients, coming, called)
+            top, gradients = _back(stage, left_units, others, gradients, coming, called)
+            peak, together = max(peak, top), max(together, top_together)
             held[key] = left[0]
             groups[group] = 0 if called else groups[group] + stage.joint[-1]
             begun |= {(action.stage, is_joint) for is_joint in {False, called > 0} if action.frees}
         elif (action.stage, True) not in begun:
             begun |= {(action.stage, True)}
             gradients += sum(stage.coming)
-            peak = max(peak, sum(held.values()) + sum(groups.values()) + gradients)
+            now = sum(held.values()) + sum(groups.values()) + gradients
+            peak, together = max(peak, now), max(together, now + sum(host.values()))
         if action.frees:
             del held[key]
             host.pop(key, None)
     last = next((stages[action.stage] for action in reversed(actions) if action.passes_gradients), None)
-    return Flight(most, peak, most_host, _ending(last) if last else ())
+    return Flight(most, peak, most_host, together, _ending(last) if last else ())
 
 
 def _calls(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> list[tuple[tuple[StageKey, int], int]]:

@@ -72,8 +72,8 @@ def as_json(held: Sequence[Holding], memory: Sequence[RankMemory]) -> list[dict[
     """Return the holdings, each with the memory of its rank in bytes.
 
     They are ``{"rank", "node", "modality", "dp", "pp", "cp", "tp", "layers", "parameters", "memory"}``; ``memory`` is
-    ``{"parameters", "gradients", "optimizer", "activations", "buffers", "peak", "host"}`` with null for what is not
-    known.
+    ``{"parameters", "gradients", "optimizer", "activations", "buffers", "peak", "host", "together"}`` with null
+    for what is not known.
 
     Args:
         held: of all places.
@@ -241,9 +241,18 @@ def memory_table(memory: Sequence[RankMemory]) -> Table:
     for first, *others in runs:
         ranks = f"{first.rank}-{others[-1].rank}" if others else str(first.rank)
         rows.append((ranks, *(_UNKNOWN if size is None else memory_text(size) for size in first[1:])))
-    return Table.of(
-        ("rank", "parameters", "gradients", "optimizer", "activations", "buffers", "peak", "on the host"), rows
+    names = (
+        "rank",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "buffers",
+        "peak",
+        "on the host",
+        "together",
     )
+    return Table.of(names, rows)
 
 
 def options_table(plan: Plan, step: Step) -> Table:

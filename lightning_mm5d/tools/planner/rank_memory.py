@@ -53,7 +53,8 @@ class RankMemory(NamedTuple):
         buffers: gathered parameters, gradients that are not reduced yet, buckets, and what an operation needs for a
             moment: all that the peak has beside the other columns.
         peak: at most at a time on the device, of what is known.
-        host: in host memory.
+        host: in host memory, at most.
+        together: at most at a time on the device and in host memory, which on a CPU are one memory.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class RankMemory(NamedTuple):
     buffers: int
     peak: int
     host: int
+    together: int
 
 
 @dataclass(frozen=True)
@@ -238,15 +240,19 @@ class _Estimate:
         gathered = self._gathered(rests)
         gradients = sum(p.owned for p in trained)
         states = sum(p.states.persistent for p in trained if p.states)
-        states_away = sum(p.states.persistent for p in trained if p.states and "optimizer" in p.offloads)
+        states_away = sum(map(_moved, trained))
         flight = self._flight(rank)
         older = gradients if self._step.accumulates else 0
         base = parameters + states - states_away
+        arriving, on_both = self._arriving(trained)
+        exchange = self._exchange(trained)
         phases = {
             "schedule": base + gathered + away + older + flight.peak,
             "reduction": base + gathered + older + self._reduction(trained, flight),
-            "update": base + self._arriving(trained) + gradients + max(_update(trained), self._exchange(trained)),
+            "update": base + arriving + gradients + max(_update(trained), exchange),
         }
+        in_schedule = phases["schedule"] - flight.peak + flight.together
+        together = max(in_schedule, phases["reduction"], base + gradients + max(on_both, exchange))
         known = all(p.states for p in trained) if self._step.states is not None else not trained
         peak = max(phases.values())
         shown = parameters + gradients + states - states_away + (flight.activations or 0)
@@ -259,6 +265,7 @@ class _Estimate:
             max(peak - shown, 0),
             peak,
             away + states_away + flight.host,
+            together + away + states_away,
         )
 
     def _gathered(self, rests: Sequence[_Held]) -> int:
@@ -288,25 +295,39 @@ class _Estimate:
         """Gradients, what carries them, and activations that are left meanwhile."""
         if self._plan.layout.size == 1:
             return sum(p.whole for p in trained)
-        numbers = {name: number for number, name in enumerate(self._step.parameters)}
-        ordered = sorted(trained, key=lambda p: numbers[p.name])
-        gradients = [Reduced(p.whole, None if p.shard is None else p.owned) for p in ordered]
+        gradients = [Reduced(p.whole, None if p.shard is None else p.owned) for p in self._in_order(trained)]
         return reduced(gradients, self._step.bucket_bytes, flight.ending)
 
-    def _arriving(self, trained: Sequence[_Held]) -> int:
-        """Offloaded states that are on the device at a time: of two buckets of parameters, or all of them."""
+    def _in_order(self, trained: Sequence[_Held]) -> list[_Held]:
+        """Parameters in the order of the module, as optimizers have them."""
+        return sorted(trained, key=lambda p: self._numbers[p.name])
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self._step.parameters)}
+
+    def _arriving(self, trained: Sequence[_Held]) -> tuple[int, int]:
+        """Offloaded states that are on the device at a time, and what else an update takes on a CPU.
+
+        On the device they are those of two buckets of parameters, of which the second is on its way, or all. What is on
+        its way is on the host, too, while the optimizer works on the first.
+        """
         if self._step.states is None:
-            return 0
-        moved = [(p.owned, p.states.persistent if p.states and "optimizer" in p.offloads else 0) for p in trained]
+            return 0, _update(trained)
         torchs = all(type(optimizer).__module__.startswith("torch.optim") for optimizer in self._step.states.optimizers)
-        if torchs and not any(p.states.together for p in trained if p.states):
-            return _two_buckets(moved, self._step.bucket_bytes)
-        return sum(cost for _, cost in moved)
+        if not torchs or any(p.states.together for p in trained if p.states):
+            return sum(map(_moved, trained)), sum(map(_moved, trained)) + _update(trained)
+        buckets = _buckets([(p.owned, p) for p in self._in_order(trained)], self._step.bucket_bytes)
+        arriving = [sum(map(_moved, bucket)) for bucket in buckets]
+        working = [_update(bucket) for bucket in buckets]
+        on_both = max(map(sum, zip([0, *working], [*arriving, 0], strict=True)))
+        return _two_in_a_row(arriving), on_both
 
     def _exchange(self, trained: Iterable[_Held]) -> int:
         """The buckets in which rows of parameters that stay whole are exchanged after the update, two at a time."""
         exchanged = [p for p in trained if p.shard is not None and p.shard.stage < 3 and not p.computes]
-        return _two_buckets([(p.whole, p.whole + p.owned) for p in exchanged], self._step.bucket_bytes)
+        buckets = _buckets([(p.whole, p) for p in exchanged], self._step.bucket_bytes)
+        return _two_in_a_row([sum(p.whole + p.owned for p in bucket) for bucket in buckets])
 
     # --- activations ---
 
@@ -395,15 +416,25 @@ class _Estimate:
         return passed
 
 
-def _two_buckets(moved: Iterable[tuple[int, int]], most_bytes: int) -> int:
-    """Return what two buckets in a row cost at most, given the size of each item in them and its cost."""
-    size, buckets = 0, [0]
-    for nbytes, cost in moved:
+def _buckets(parameters: Iterable[tuple[int, _Held]], most_bytes: int) -> list[list[_Held]]:
+    """Return the parameters of each bucket, given the size of each of them."""
+    size, buckets = 0, [list[_Held]()]
+    for nbytes, parameter in parameters:
         if size >= most_bytes:
-            buckets.append(0)
+            buckets.append([])
             size = 0
         size += nbytes
-        buckets[-1] += cost
+        buckets[-1].append(parameter)
+    return buckets
+
+
+def _moved(parameter: _Held) -> int:
+    """Return the bytes of its states that are on the host between steps."""
+    return parameter.states.persistent if parameter.states and "optimizer" in parameter.offloads else 0
+
+
+def _two_in_a_row(buckets: Sequence[int]) -> int:
+    """Return what two buckets in a row cost at most."""
     return max(sum(buckets[number : number + 2]) for number in range(len(buckets)))
 
 

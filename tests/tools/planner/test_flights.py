@@ -53,3 +53,13 @@ def test_a_joined_call_holds_all_its_microbatches_from_the_first_forward_to_the_
     apart = [actions[0], Action(Kind.B, STAGE, 0), *actions[1:2], actions[3]]
     early = flown(apart, {STAGE: joined})
     assert early.activations == 1310 + 310, "the first forward computes the second microbatch, too"
+
+
+def test_what_is_fetched_is_on_the_host_too_until_its_backward_has_freed_it() -> None:
+    away = replace(stage(), away=[True, True])
+    actions = [Action(kind, STAGE, number) for kind in (Kind.F, Kind.B) for number in range(3)]
+    taken = flown(actions, {STAGE: away})
+    assert taken.host == 3 * 310
+    # as the first backward begins: two microbatches have been fetched, and of the third what is passed has stayed
+    assert taken.peak == 2 * 1310 + 1000
+    assert taken.together == taken.peak + taken.host
