@@ -167,7 +167,8 @@ def split(
     Of M the larger ones come first; of a size the last has what is left.
 
     Tensors become views. A packed field of which a microbatch owns no rows (``pixel_values`` where no sample
-    has an image) is None there, and so is one of Idefics that has nothing but padding there. A packed field is known
+    has an image) is None there, or has no rows where the model cannot be called without it (BLIP-2), and one of Idefics
+    that has nothing but padding there is None. A packed field is known
     by the name that processors give it; one of another name that happens to have B rows is taken to have one row per
     sample.
 
@@ -357,7 +358,8 @@ def _plan(batch: Any, samples: int, ends: list[int], tokens: PackedTokens) -> di
         if path in rows:
             row_ends = list(accumulate(rows[path], initial=0))
             items = [row_ends[end] for end in ends]
-            cuts[path] = _Cut(0, items if row_ends[-1] == len(value) else ends, items)
+            is_packed = row_ends[-1] == len(value)
+            cuts[path] = _Cut(0, items if is_packed else ends, None if is_packed and name in tokens.required else items)
         elif mrope and value.shape[1] == samples:  # Qwen's [3 or 4, B, S]
             cuts[path] = _Cut(1, ends)
         elif len(value) == samples and not (is_array(value) and owns_other_rows(path, value, counts)):

@@ -12,6 +12,7 @@ Shapes: B batch (samples), S sequence, N items of one kind.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
@@ -50,12 +51,14 @@ class PackedTokens:
         video: of videos.
         audio: of pieces of audio.
         named: for modalities that a model names itself, the id and the fields of a batch that its encoder takes.
+        required: packed fields without which a model cannot be called: ``pixel_values`` of BLIP-2.
     """
 
     image: int | None = None
     video: int | None = None
     audio: int | None = None
     named: Mapping[str, tuple[int | None, frozenset[str]]] = field(default_factory=dict)
+    required: frozenset[str] = frozenset()
 
 
 def describe(module: torch.nn.Module) -> PackedTokens:
@@ -67,6 +70,7 @@ def describe(module: torch.nn.Module) -> PackedTokens:
     """
     token_ids: dict[str, int] = {}
     named: dict[str, tuple[int | None, frozenset[str]]] = {}
+    models: list[type[torch.nn.Module]] = []  # of transformers, outermost first; their parts may require more
     for submodule in module.modules():
         config = getattr(submodule, "config", None)
         inputs, ids = getattr(submodule, "encoder_inputs", None), getattr(config, "token_ids", None)
@@ -77,7 +81,12 @@ def describe(module: torch.nn.Module) -> PackedTokens:
                 value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
                 if isinstance(value, int):
                     token_ids.setdefault(kind, value)
-    return PackedTokens(**token_ids, named=named)
+                    models += [type(submodule)] if type(submodule).__module__.startswith("transformers.") else []
+    arguments = [argument for model in models[:1] for argument in inspect.signature(model.forward).parameters.values()]
+    required = frozenset(
+        argument.name for argument in arguments if argument.default is argument.empty and kind_of(argument.name)
+    )
+    return PackedTokens(**token_ids, named=named, required=required)
 
 
 def kind_of(name: Hashable) -> str | None:

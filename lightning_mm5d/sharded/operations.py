@@ -334,6 +334,33 @@ def _getitem(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     return as_sharded(func(local, tuple(entries)), sharding._replace(dim=dim))
 
 
+def _setitem(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``x[index] = number``, as ``logits[..., banned] = -inf``: each rank writes what it holds of these entries."""
+    x, index, value = args
+    entries = index if isinstance(index, tuple) else (index,)
+    if type(x) is not Sharded or isinstance(value, Tensor) or any(type(entry) is Sharded for entry in entries):
+        return NotImplemented
+    takes = [_dims_taken(entry) for entry in entries]
+    sizes, at = [1] * len(x.shape), 0  # of a dim that is written as a whole, one entry stands for all
+    for entry, taken in zip(entries, takes, strict=True):
+        if not (isinstance(entry, slice) and entry == slice(None)):
+            sizes[at : at + taken] = x.shape[at : at + taken]
+        at += len(sizes) - sum(takes) if entry is Ellipsis else taken
+    written = torch.zeros(sizes, dtype=torch.bool, device=x.local.device)
+    written[index] = True
+    dim, lengths, size, group = x.sharding
+    own = group.local_of(written, dim, lengths) if sizes[dim] == size else written
+    x.local.masked_fill_(own, value)
+    return None
+
+
+def _dims_taken(entry: Any) -> int:
+    """How many dims an entry of an index takes."""
+    if entry is None or entry is Ellipsis:
+        return 0
+    return entry.dim() if isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8) else 1
+
+
 def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     options = dict(zip(names, args[2:], strict=False)) | dict(kwargs)
@@ -421,6 +448,7 @@ def _fill(rules: dict[Any, Callable[..., Any]]) -> None:
     add(_flatten, "flatten")
     add(_moved, "transpose swapaxes permute movedim unsqueeze squeeze mT")
     add(_getitem, "__getitem__")
+    add(_setitem, "__setitem__")
     add(_cross_entropy, "cross_entropy")
     add(register_hook, "register_hook")
     add(kept_gradient, "grad")

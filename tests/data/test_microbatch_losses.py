@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from lightning_mm5d.data.joining import merge
 from lightning_mm5d.data.microbatch import split
 from lightning_mm5d.data.packed_images import describe
-from packed_batches import IMAGE, VIDEO, ids
+from packed_batches import IMAGE, VIDEO, ids, numbered
 
 TEXT = {
     "vocab_size": 32,
@@ -82,3 +83,15 @@ def test_the_loss_of_the_batch_is_the_weighted_loss_of_its_microbatches(build: A
     joined = merge(losses, [microbatch.samples for microbatch in microbatches])
     assert len(losses) == parts
     torch.testing.assert_close(joined, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_cannot_be_called_without_images_gets_none_of_them_as_no_rows() -> None:
+    with torch.device("meta"):
+        models = (
+            transformers.Blip2ForConditionalGeneration(transformers.Blip2Config(image_token_index=IMAGE)),
+            transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(image_token_index=IMAGE)),
+        )
+    batch = {"input_ids": ids([IMAGE], [], [IMAGE]), "pixel_values": numbered(2, 3, 4, 4)}
+    blip, llava = (split(batch, 3, image_tokens=describe(model))[1].batch["pixel_values"] for model in models)
+    assert blip.shape == (0, 3, 4, 4)
+    assert llava is None

@@ -124,6 +124,7 @@ def test_writes_in_place_go_to_the_local_tensor() -> None:
         x *= 2
         x.sub_(1).clamp_(min=0.3)
         x.masked_fill_(mask, 0.0)
+        x[:, 2], x[..., 0], x[1, -3:] = 0.7, 0.2, 0.4
         F.relu(x, inplace=True)
         assert same is x
         return same * x
@@ -141,14 +142,14 @@ def test_writes_in_place_go_to_the_local_tensor() -> None:
     )
 
 
-def test_writes_to_some_tokens_are_refused_on_every_rank() -> None:
+def test_writes_of_tensors_to_some_tokens_are_refused_on_every_rank() -> None:
     def refused(rank: int) -> None:
         ranks = Ranks()
         for layout in LAYOUTS.values():
             sequence = ranks.share(layout)
             x = sequence.wrapped(sequence.local_of(random(B, S, W), -2, sequence.lengths).clone(), -2)
             writes: list[Function] = [
-                lambda x=x: x.__setitem__((slice(None), 0), 1.0),
+                lambda x=x: x.__setitem__((slice(None), 0), random(W)),
                 lambda x=x: x.index_fill_(1, torch.tensor([0]), 0.0),
                 lambda x=x: x[:, 1:].add_(x[:, :-1]),
             ]

@@ -6,6 +6,7 @@ The layout of all tests is that of `tensor_cases`.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -215,6 +216,31 @@ def test_views_and_indices_that_keep_the_sharded_dim_stay_sharded(world: int) ->
 
 
 @WORLDS
+def test_numbers_are_written_to_local_entries(world: int) -> None:
+    def writing(*index: Any) -> Function:
+        def written(x: Tensor) -> Tensor:
+            x[index] = -7.0
+            return x * x
+
+        return written
+
+    indices: list[tuple[Any, ...]] = [
+        (slice(None), slice(None), [0, 3]),  # Chameleon bans tokens so
+        (..., torch.tensor([4, 1, 4])),
+        (..., -1),
+        (slice(None), 0),
+        (0, slice(1, 3)),
+        (1,),
+        (torch.tensor([True, False]), slice(None), slice(2, None)),
+        (torch.arange(40).view(2, 4, 5) % 3 == 0,),
+        (torch.tensor([0, 1]), slice(None), torch.tensor([3, 0])),
+        (None, 0, ..., slice(0, 4, 2)),
+        (),
+    ]
+    run(world, *((-1, writing(*index), True, []) for index in indices), (-2, writing(slice(None), 0), True, []))
+
+
+@WORLDS
 def test_clones_are_full_because_they_are_made_to_write_to(world: int) -> None:
     def written(x: Tensor) -> Tensor:
         x = x.clone()
@@ -240,7 +266,7 @@ def test_writes_that_would_go_to_a_gathered_copy_are_refused() -> None:
         other = random(2, 5, 4, seed=2)
         index = torch.tensor([0])
         writes: list[Function] = [
-            lambda: x.__setitem__((slice(None), 0), 1.0),
+            lambda: x.__setitem__((slice(None), 0), other[:, 0]),
             lambda: x.copy_(other),
             lambda: x.index_put_((index,), other[:1]),
             lambda: x.masked_scatter_(other > 1, other),
