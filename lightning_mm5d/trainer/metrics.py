@@ -352,12 +352,10 @@ class MetricSync:
         self._joined: JoinedMetrics | None = None
         self._told = set[int]()  # ids of metrics of which `_tell_of_a_part` has warned
 
-    def attach(
-        self, metrics: Iterable[Metric], trackers: Iterable[MetricTracker] = (), owners: Iterable[object] = ()
-    ) -> None:
+    def attach(self, metrics: Iterable[Metric], trackers: Iterable[MetricTracker] = ()) -> None:
         """Replace the sync of each metric, in place and on all ranks; copies made by `deepcopy` keep it.
 
-        Copies that `trackers` make later, and metrics in attributes of `owners`, are found before each step.
+        Copies that `trackers` make later are found before each step.
 
         ``sync_on_compute=False`` is overridden with a warning (ranks without states could not compute a
         value); ``dist_sync_on_step=True`` is warned about (it has no effect inside a step).
@@ -366,7 +364,6 @@ class MetricSync:
             ConfigError: a metric has a process group of its own.
         """
         self._trackers += trackers
-        self._owners += owners
         for metric in metrics:
             check_torchmetrics(metric)
             name = type(metric).__name__
@@ -397,8 +394,9 @@ class MetricSync:
             vars(metric).update(own)
             self._metrics.append(metric)
 
-    def attach_new(self) -> None:
-        """Attach what trackers and owners have got since."""
+    def attach_new(self, owners: Iterable[object] = ()) -> None:
+        """Attach what trackers, and callbacks and other `owners` of metrics in attributes, have got since."""
+        self._owners += owners
         known = {id(metric) for metric in self._metrics}
         copies = [part for tracker in self._trackers for part in tracker.modules() if isinstance(part, Metric)]
         for part in (*copies, *(part for owner in self._owners for part in unregistered(owner))):

@@ -255,8 +255,7 @@ class Session:
         """Extend the trainer until `close`: clipping, SIGTERM, hooks for batches, and features."""
         self.turns.attach()
         if not self.is_plain:
-            self._metrics.attach([], owners=vars(trainer)["callbacks"])
-            self._metrics.attach_new()
+            self._metrics.attach_new(vars(trainer)["callbacks"])
         self.buffers = BufferState(self._module, self.plan)  # after the module has moved to its device
         self.optimization.clip_over_all_ranks(trainer.strategy.precision_plugin)
         # Lightning calls the hook with whatever the loader yields, also where that is several batches; this is not the

@@ -354,8 +354,7 @@ def test_metrics_of_a_callback_sync_by_the_layout_also_those_that_it_makes_later
             self.total, self.many = CatMetric(), {"mean": MeanMetric()}
 
     holder = Holder()
-    alone.attach([], owners=[holder])
-    alone.attach_new()
+    alone.attach_new([holder])
     assert all("sync" in vars(metric) for metric in (holder.total, holder.many["mean"]))
     holder.total = CatMetric()
     holder.both = MetricCollection({"a": MeanMetric(), "b": CatMetric()})  # type: ignore[attr-defined]
