@@ -173,7 +173,7 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
     """
     from jsonargparse import ArgumentError, ArgumentParser
 
-    check_numbers(contents, overrides)
+    check_names(contents, overrides)
     for said in ((content.get("trainer") or {}).get("strategy") for content in contents):
         if isinstance(said, str) and said.rpartition(".")[2] == "MultimodalStrategy":
             fix = "Write strategy: {class_path: lightning_mm5d.MultimodalStrategy}, or strategy: mm5d for replicas"
@@ -202,8 +202,9 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
     _check_world(contents, overrides, given)
 
 
-def check_numbers(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> None:
-    """Refuse options for fields of a modality that a file writes as its number of stages, which would be lost.
+def check_names(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> None:
+    """Refuse options for a modality whose name is nearly that of one in a file, and for fields of one that a file
+    writes as its number of stages, which would be lost.
 
     Raises:
         ConfigError: at the first such option.
@@ -221,6 +222,9 @@ def check_numbers(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str
             rule = f"The file says {modality}: {stages}, which leaves no room for another field"
             fix = f"Write {modality}: {{pp_size: {stages}}} there"
             raise ConfigError(f"modalities.{modality}.{field}", value, rule, fix)
+        if field and said and modality not in said and difflib.get_close_matches(modality, map(str, said)):
+            rule = "The option would add a modality to those of the files"
+            raise ConfigError(f"modalities.{modality}.{field}", value, rule, did_you_mean(modality, map(str, said)))
 
 
 def _without_functions(given: dict[str, Any]) -> None:
@@ -406,6 +410,11 @@ _UNKNOWN = re.compile(
     r"(?:given class_path '(?P<owner>[\w.]+)':\s+)?(?:Option|not accept option|Key) '(?P<key>[\w.]+)'"
     r"|unrecognized arguments: --(?P<option>[\w.]+)"
 )
+_OF_COMMANDS = (
+    *("script", "json", "out", "cost", "frozen", "ranks", "memory", "cluster", "from", "write", "measure"),
+    *("world", "rank", "all"),
+)
+"""options of commands, beside those of a LightningCLI"""
 _LONG = 20  # names; longer lists are not printed
 
 
@@ -425,9 +434,9 @@ def _suggestion(message: str) -> str:
         return ""
     path, _, key = (found["key"] or found["option"]).rpartition(".")
     owner = found["owner"] or {"trainer": "lightning.pytorch.Trainer"}.get(path)
-    top = ["trainer", "model", "data", "seed_everything", *FIELDS, *map(path_of, _CHECKED)]
+    top = ["trainer", "model", "data", "seed_everything", *FIELDS, *map(path_of, _CHECKED), *_OF_COMMANDS]
     known = _parameters(owner) if owner else [] if path else list(dict.fromkeys(top))
-    if not known:
+    if not difflib.get_close_matches(key, known):
         return ""
     advice = did_you_mean(key, known)
     return advice if len(known) <= _LONG else f"{advice.split('? ')[0]}?"

@@ -310,6 +310,25 @@ def test_refuses_an_option_over_a_number_of_stages(tmp_path: Path) -> None:
     assert (code, "Write language: {pp_size: 3} there" in printed) == (2, True), printed
 
 
+def test_names_the_modality_that_an_option_misspells(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("modalities: {vision: {}, language: {pp_size: 3}}")
+    code, printed = without_torch("simulate", str(tmp_path / "config.yaml"), "--modalities.vidio.tp_size=2")
+    assert (code, "modalities.vidio.tp_size" in printed, "Did you mean 'vision'?" in printed) == (2, True, True), (
+        printed
+    )
+    code, printed = without_torch("inspect", str(tmp_path / "config.yaml"), "--modalities.speech.tp_size=2")
+    assert "Did you mean" not in printed, printed
+
+
+@pytest.mark.parametrize(("option", "advice"), [("--jsn", "Did you mean 'json'?"), ("--xyz", "arguments: --xyz\n")])
+def test_suggests_an_option_that_is_near_to_an_unknown_one_and_none_else(
+    option: str, advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("modalities: {vision: {}, language: {pp_size: 3}}")
+    assert main(["simulate", str(tmp_path / "config.yaml"), option]) == 2
+    assert advice in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("text", "words"), [(None, "It cannot be read"), ("trainer: {devices: [", "It is no YAML")])
 def test_training_from_a_file_that_cannot_be_read_is_refused_in_one_line(
     text: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
