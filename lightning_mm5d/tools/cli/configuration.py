@@ -423,6 +423,9 @@ def one_line(message: str) -> str:
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     kept = " ".join(line for line in lines if not line.startswith(_NOISE)).replace(_UNION, "")
     text = " ".join((" ".join(lines) if kept.rstrip().endswith(":") else kept).split())
+    given = re.search(r"^\s*Given value: (.+)$", message, re.MULTILINE)
+    if given is not None and given[1] not in text:
+        text = f"{text.rstrip('.')}. Given: {given[1]}"
     advice = _suggestion(message)
     return f"{text.rstrip('.')}. {advice}" if advice else text
 
