@@ -77,8 +77,12 @@ class Step(Protocol):
     def finish(self, result: Any, index: int) -> Tensor | None:
         """Keep the last stage's result of a microbatch; return its scaled loss in training, else None."""
 
-    def uncounted(self) -> AbstractContextManager[Any]:
-        """Enter around a run whose metric updates must not count, because another stage's run counts them."""
+    def uncounted(self, *, repeats: bool = False) -> AbstractContextManager[Any]:
+        """Enter around a run whose metric updates must not count, because another run counts them.
+
+        Args:
+            repeats: whether it is one of the same stage, and not of another one.
+        """
 
 
 def count_of(step: Step) -> int:

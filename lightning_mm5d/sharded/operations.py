@@ -349,8 +349,8 @@ def _setitem(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     written = torch.zeros(sizes, dtype=torch.bool, device=x.local.device)
     written[index] = True
     dim, lengths, size, group = x.sharding
-    own = group.local_of(written, dim, lengths) if sizes[dim] == size else written
-    x.local.masked_fill_(own, value)
+    written_here = group.local_of(written, dim, lengths) if sizes[dim] == size else written
+    x.local.masked_fill_(written_here, value)
     return None
 
 

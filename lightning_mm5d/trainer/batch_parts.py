@@ -143,11 +143,8 @@ class BatchParts:
             parts = split(batch, self.count, size=self._size or 1, image_tokens=self._packed, dealer=self.dealer)
         if is_first and self.count is not None and 0 < len(parts) < self.count and not self._varies():
             samples = sum(part.samples for part in parts)
-            rule = f"A batch of {samples} samples gives at most {len(parts)} microbatches"
-            fix = (
-                f"Use {len(parts)} or fewer, or larger batches, or microbatch_size, where the number follows from each "
-                "batch"
-            )
+            rule = f"A batch gives at most {len(parts)} (samples: {samples})"
+            fix = f"Use {len(parts)}, larger batches, or microbatch_size, where the number follows from each batch"
             raise ConfigError("batching.num_microbatches", self.count, rule, fix)
         return parts
 

@@ -13,13 +13,13 @@ of steps are (`merge`): a batch adds one entry. So is what it put into an attrib
 sample: a tensor, an array, a list, or a tuple or dict of them. Entries that are appended for each sample, in one list
 or shared out over those of a dict, those that code appends by what it finds in a batch, integers, and what cannot be
 joined stay M times as many. What cannot cross, an object of the user's own, raises on other ranks where it is read.
-Not seen are changes inside of objects of torch, Lightning and transformers, of elements of long containers, and of
-modules other than the root.
+Iterators and random
+generators stay as a rank's own runs leave them (`random_state.BatchDraws`). Not seen are changes inside of objects of
+torch, Lightning and transformers, of elements of long containers, and of modules other than the root.
 """
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
 from lightning_mm5d.data.joining import BatchNumber, Sizes, merge
+from lightning_mm5d.data.random_state import generator_states, is_iterator, put_generators_back
 from lightning_mm5d.sharded.remote_value import RemoteValue, is_remote, make_plain
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.stage.payload import NotSent, Packer, detached, unsharded
@@ -123,8 +124,7 @@ class KeptState:
     def __init__(self, module: nn.Module) -> None:
         modules = [part for part in module.modules() if not isinstance(part, (Metric, MetricCollection))]
         self._attributes = [attributes_of(part, lambda name: name != HOOKED) for part in modules]
-        values = [value for part in modules for value in vars(part).values()]
-        self._generators = [(value, _generator_state(value)) for value in values if isinstance(value, _GENERATORS)]
+        self._generators = generator_states(value for part in modules for value in vars(part).values())
         self._buffers = [(part._buffers, name, buffer) for part in modules for name, buffer in part._buffers.items()]
 
     def begin(self) -> None:
@@ -143,27 +143,10 @@ class KeptState:
     def _put_back(self) -> None:
         for attributes in self._attributes:
             attributes.restore()
-        for generator, state in self._generators:
-            _set_generator_state(generator, state)
+        put_generators_back(self._generators)
 
 
 HOOKED = "_output_capturing_hooks_installed"  # by transformers at the first call, where its hooks stay
-_GENERATORS = (random.Random, np.random.Generator, torch.Generator)
-
-
-def _generator_state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state() if isinstance(generator, torch.Generator) else generator.getstate()
-
-
-def _set_generator_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    else:
-        generator.setstate(state)
 
 
 def attributes_of(module: nn.Module, counts: Callable[[str], bool] = lambda _: True) -> _Object:
@@ -173,7 +156,11 @@ def attributes_of(module: nn.Module, counts: Callable[[str], bool] = lambda _: T
         module: whose they are.
         counts: whether one of a name is looked at.
     """
-    return _Object(module, 0, lambda name, value: name not in _OF_LIGHTNING and not callable(value) and counts(name))
+
+    def counted(name: str, value: Any) -> bool:
+        return name not in _OF_LIGHTNING and not callable(value) and not is_iterator(value) and counts(name)
+
+    return _Object(module, 0, counted)
 
 
 def memory_kept(owner: Any) -> Iterator[tuple[str, Tensor]]:

@@ -75,13 +75,19 @@ def check_torchmetrics(metric: Metric | MetricCollection) -> None:
         )
 
 
-def in_containers(module: nn.Module) -> list[Metric | MetricCollection]:
-    """Return the metrics and collections in lists, tuples and dicts of a module's attributes that are no submodules."""
-    registered = {id(part) for part in module.modules()}
-    values = [value for name, value in vars(module).items() if not name.startswith("_")]
+_HOLDERS = (Metric, MetricCollection, nn.ModuleList, nn.ModuleDict)
+
+
+def unregistered(owner: object) -> list[Metric | MetricCollection]:
+    """Return the metrics and collections in attributes of a module or callback that are no submodules.
+
+    They are attributes themselves, or in lists, tuples and dicts.
+    """
+    registered = {id(part) for part in owner.modules()} if isinstance(owner, nn.Module) else set()
+    values = [value for name, value in vars(owner).items() if not (registered and name.startswith("_"))]
     items = [item for value in values if isinstance(value, (list, tuple)) for item in value]
     items += [item for value in values if isinstance(value, dict) for item in value.values()]
-    modules = [part for item in items if isinstance(item, (Metric, MetricCollection)) for part in item.modules()]
+    modules = [part for item in (*values, *items) if isinstance(item, _HOLDERS) for part in item.modules()]
     return [part for part in modules if isinstance(part, (Metric, MetricCollection)) and id(part) not in registered]
 
 
@@ -339,6 +345,7 @@ class MetricSync:
         self._has_others = terminal_size < dist.get_world_size(world_group)
         self._metrics: list[Metric] = []
         self._trackers: list[MetricTracker] = []
+        self._owners: list[object] = []
         self._undo: list[tuple[Metric, dict[str, Any]]] = []
         self._guard, self._thrown_away = guard, set[int]()  # ids of the metrics in a forward that changes nothing
         self._is_local = self._meets = False
@@ -387,6 +394,20 @@ class MetricSync:
             vars(metric).update(methods)
             self._metrics.append(metric)
 
+    def attach_new(self, owners: Iterable[object] = ()) -> None:
+        """Attach what trackers, and callbacks and other `owners` of metrics in attributes, have got since."""
+        self._owners += owners
+        known = {id(metric) for metric in self._metrics}
+        copies = [part for tracker in self._trackers for part in tracker.modules() if isinstance(part, Metric)]
+        for part in (*copies, *(part for owner in self._owners for part in unregistered(owner))):
+            if isinstance(part, MetricCollection):
+                count_apart(part)
+            elif id(part) not in known:
+                for name in ("sync", "forward", "reset"):  # of what it is a copy of
+                    vars(part).pop(name, None)
+                known.add(id(part))
+                self.attach([part])
+
     def detach(self) -> None:
         """Give the attached metrics their stock sync back (a process group cannot be pickled)."""
         for metric, earlier in self._undo:
@@ -396,6 +417,7 @@ class MetricSync:
         self._undo.clear()
         self._metrics.clear()
         self._trackers.clear()
+        self._owners.clear()
 
     def _update(self, metric: Metric, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         counts = self._guard is None or self._guard.ends_here is not False
@@ -443,12 +465,7 @@ class MetricSync:
         Afterwards cached results are dropped on all ranks: only ranks of the last stage have updated, and they would
         be alone in the next sync. The other ranks count as updated, or `compute` would warn there.
         """
-        known = {id(metric) for metric in self._metrics}
-        for metric in [part for tracker in self._trackers for part in tracker.modules() if isinstance(part, Metric)]:
-            if id(metric) not in known:
-                for name in ("sync", "forward", "reset"):  # of what it is a copy of
-                    vars(metric).pop(name, None)
-                self.attach([metric])
+        self.attach_new()
         self._is_local, self._joined, self._meets = True, joined, meets
         try:
             yield

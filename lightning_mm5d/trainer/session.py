@@ -41,7 +41,7 @@ from lightning_mm5d.trainer.checkpoints import Checkpoints
 from lightning_mm5d.trainer.cut_module import CutModule
 from lightning_mm5d.trainer.feature import BEFORE_TRANSFER, Attached, Feature, Running
 from lightning_mm5d.trainer.kept_shards import has_rows, keep_shards, lose_rows
-from lightning_mm5d.trainer.metrics import MetricSync, count_apart, in_containers
+from lightning_mm5d.trainer.metrics import MetricSync, count_apart, unregistered
 from lightning_mm5d.trainer.optimization import Optimization
 from lightning_mm5d.trainer.process_group import device_mesh
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
@@ -186,7 +186,7 @@ class Session:
         loss_group = groups.loss if is_last else None
         guard = self.guard
         self._metrics = MetricSync(loss_group=loss_group, is_last=is_last, world_src=last[0][0], guard=guard)
-        parts = [*module.modules(), *in_containers(module)]
+        parts = [*module.modules(), *unregistered(module)]
         for part in parts if plan.layout.size > 1 or not self.is_plain else ():
             if isinstance(part, MetricCollection):
                 count_apart(part)
@@ -256,6 +256,8 @@ class Session:
     def attach(self, trainer: pl.Trainer) -> None:
         """Extend the trainer until `close`: clipping, SIGTERM, hooks for batches, and features."""
         self.turns.attach()
+        if not self.is_plain:
+            self._metrics.attach_new(vars(trainer)["callbacks"])
         self.buffers = BufferState(self._module, self.plan)  # after the module has moved to its device
         self.optimization.clip_over_all_ranks(trainer.strategy.precision_plugin)
         # Lightning calls the hook with whatever the loader yields, also where that is several batches; this is not the

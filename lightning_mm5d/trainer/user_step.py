@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.joining import BatchNumber
 from lightning_mm5d.data.microbatch import Microbatch, copied, with_tensors
+from lightning_mm5d.data.random_state import BatchDraws
 from lightning_mm5d.engine.codec import TreeChannel
 from lightning_mm5d.engine.step import Scope
 from lightning_mm5d.sharded.remote_value import is_remote, settled
@@ -193,6 +194,7 @@ class UserStep:
         capture: records what the step logs.
         metrics: the module's metrics.
         random_key: what random state depends on; None leaves generators alone.
+        draws: what the batch takes of the module's own iterators and generators.
         watch: returns for a microbatch what is entered around a run on it; None for nothing.
         copies: whether each run gets tensors of its own, because a step that writes to its batch in place would do so
             in each stage of this rank, and under backwards of other microbatches.
@@ -224,6 +226,7 @@ class UserStep:
         capture: LogCapture,
         metrics: MetricSync,
         random_key: tuple[int | str, ...] | None,
+        draws: BatchDraws,
         watch: Watch | None = None,
         copies: bool = False,
     ) -> None:
@@ -231,7 +234,7 @@ class UserStep:
         self.weights, self.results, self.epoch = weights, dict[int, Any](), module.current_epoch
         self._module, self.name = module, name
         self._arguments = [BatchNumber(arg) if type(arg) is int and self.is_split else arg for arg in arguments]
-        self._capture, self._metrics, self._watch = capture, metrics, watch
+        self._capture, self._metrics, self._watch, self._draws = capture, metrics, watch, draws
         self._unchanged: dict[int, Any] = {}
         self._copies, self.writes = copies, False
         self._written: dict[int, _BatchCopy] = {}  # by identity of the tensor
@@ -239,6 +242,7 @@ class UserStep:
         self.kept_values: KeptValues | None = None
         self.ended: list[int] = []
         self.weights_written = dict[str, int]()
+        self._repeats = False
 
     def structure(self, batch: Any) -> Hashable:
         """Return a key that is equal for batches of equal nesting, dtypes and numbers of dims, whatever their sizes."""
@@ -287,7 +291,8 @@ class UserStep:
         if self._copies:
             batch = with_tensors(batch, lambda _, tensor: _copied(tensor, copies))
         try:
-            with nullcontext() if self._watch is None else self._watch(replace(microbatch, batch=batch)):
+            watched = nullcontext() if self._watch is None else self._watch(replace(microbatch, batch=batch))
+            with watched, self._draws.run(index, counts=not self._repeats):
                 result = unsharded(getattr(self._module, self.name)(batch, *self._arguments))
         except StopIteration as error:  # Lightning would take it for the end of the data, on this rank only
             raise RuntimeError(f"{self.name} raised StopIteration") from error
@@ -322,10 +327,18 @@ class UserStep:
             self.kept_values.mark()
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Enter around a run whose metric updates and logs are dropped."""
-        with self._metrics.discarded(), self._capture.discarded(), KeptValues(self._module).undone():
-            yield
+    def uncounted(self, *, repeats: bool = False) -> Iterator[None]:
+        """Enter around a run whose metric updates and logs are dropped.
+
+        Args:
+            repeats: whether a stage runs once more, and somebody puts random states back.
+        """
+        self._repeats = repeats
+        try:
+            with self._metrics.discarded(), self._capture.discarded(), KeptValues(self._module).undone():
+                yield
+        finally:
+            self._repeats = False
 
 
 class TrainingStep(UserStep):

@@ -165,8 +165,8 @@ def check_batches(data: Sequence[Any], num_microbatches: int) -> None:
     """
     for size in batch_sizes(data):
         if size < num_microbatches:
-            rule = f"A batch of {size} samples cannot be split into more than {size} microbatches"
-            fix = f"Use {size} or fewer, or larger batches"
+            rule = f"A microbatch has at least one sample, and a batch has {size}"
+            fix = f"Use {size}, or larger batches"
             raise ConfigError("batching.num_microbatches", num_microbatches, rule, fix)
 
 

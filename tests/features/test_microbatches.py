@@ -217,7 +217,7 @@ def small_first(run: Run) -> Any:
             return self.loss(batch)
 
     for module in (Toy(), WithoutIndex()):
-        with pytest.raises(ConfigError, match=r"gives at most 2 microbatches.*microbatch_size"):
+        with pytest.raises(ConfigError, match=r"gives at most 2 \(samples: \d+\).*microbatch_size"):
             train(run, module, DataLoader(Growing((2, 8)), batch_size=None))
 
 

@@ -346,3 +346,20 @@ def test_discarded_states_come_back_even_after_an_error(alone: MetricSync) -> No
     with pytest.raises(RuntimeError, match="cut off"):
         cut_off()
     assert metric.compute().tolist() == [1.0, 2.0]
+
+
+def test_metrics_of_a_callback_sync_by_the_layout_also_those_that_it_makes_later(alone: MetricSync) -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.total, self.many = CatMetric(), {"mean": MeanMetric()}
+
+    holder = Holder()
+    alone.attach_new([holder])
+    assert all("sync" in vars(metric) for metric in (holder.total, holder.many["mean"]))
+    holder.total = CatMetric()
+    holder.both = MetricCollection({"a": MeanMetric(), "b": CatMetric()})  # type: ignore[attr-defined]
+    with alone.local():
+        assert "sync" in vars(holder.total)
+        assert all("sync" in vars(metric) for metric in holder.both.values())  # type: ignore[attr-defined]
+    alone.detach()
+    assert "sync" not in vars(holder.total)

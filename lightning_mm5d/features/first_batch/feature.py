@@ -112,7 +112,7 @@ class _Checks(Attached):
         given = self._module, first.name, first.arguments, joined, first.weights
         with meanwhile(self._steps, writes=False), put_back(self._module, self._device) as state:
             step = JoinedStep(*given, state=state, others=others, **options, **first.options)
-            with step.uncounted():
+            with step.uncounted(repeats=True):
                 self._steps.run(step, frozenset())
                 step.keep_logs()
         return step

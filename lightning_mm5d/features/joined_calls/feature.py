@@ -215,7 +215,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
                 stack.enter_context(kept_random_state(self._device))
                 if step.random_key is not None:
                     seed_all(seed_of(*step.random_key, index, replica), self._device)
-                for context in (step.context(), step.uncounted(), looking):
+                for context in (step.context(), step.uncounted(repeats=True), looking):
                     stack.enter_context(context)
                 step.run(part, index)
         except Stop as reached:  # of a microbatch without items, its stage's end

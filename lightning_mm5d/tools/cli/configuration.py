@@ -173,7 +173,7 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
     """
     from jsonargparse import ArgumentError, ArgumentParser
 
-    check_numbers(contents, overrides)
+    check_names(contents, overrides)
     for setting in ((content.get("trainer") or {}).get("strategy") for content in contents):
         if isinstance(setting, str) and setting.rpartition(".")[2] == "MultimodalStrategy":
             fix = "Write strategy: {class_path: lightning_mm5d.MultimodalStrategy}, or strategy: mm5d for replicas"
@@ -202,8 +202,9 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
     _check_world(contents, overrides, fields)
 
 
-def check_numbers(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> None:
-    """Refuse options for fields of a modality that a file writes as its number of stages, which would be lost.
+def check_names(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> None:
+    """Refuse options for a modality whose name is nearly that of one in a file, and for fields of one that a file
+    writes as its number of stages, which would be lost.
 
     Raises:
         ConfigError: at the first such option.
@@ -221,6 +222,16 @@ def check_numbers(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str
             rule = f"The file says {modality}: {stages}, which leaves no room for another field"
             fix = f"Write {modality}: {{pp_size: {stages}}} there"
             raise ConfigError(f"modalities.{modality}.{field}", value, rule, fix)
+        if (
+            field
+            and modalities
+            and modality not in modalities
+            and difflib.get_close_matches(modality, map(str, modalities))
+        ):
+            rule = "The option would add a modality to those of the files"
+            raise ConfigError(
+                f"modalities.{modality}.{field}", value, rule, did_you_mean(modality, map(str, modalities))
+            )
 
 
 def _without_functions(fields: dict[str, Any]) -> None:
@@ -406,6 +417,11 @@ _UNKNOWN = re.compile(
     r"(?:given class_path '(?P<owner>[\w.]+)':\s+)?(?:Option|not accept option|Key) '(?P<key>[\w.]+)'"
     r"|unrecognized arguments: --(?P<option>[\w.]+)"
 )
+_OF_COMMANDS = (
+    *("script", "json", "out", "cost", "frozen", "ranks", "memory", "cluster", "from", "write", "measure"),
+    *("world", "rank", "all"),
+)
+"""options of commands, beside those of a LightningCLI"""
 _LONG = 20  # names; longer lists are not printed
 
 
@@ -414,6 +430,9 @@ def one_line(message: str) -> str:
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     shortened = " ".join(line for line in lines if not line.startswith(_NOISE)).replace(_UNION, "")
     text = " ".join((" ".join(lines) if shortened.rstrip().endswith(":") else shortened).split())
+    given = re.search(r"^\s*Given value: (.+)$", message, re.MULTILINE)
+    if given is not None and given[1] not in text:
+        text = f"{text.rstrip('.')}. Given: {given[1]}"
     advice = _suggestion(message)
     return f"{text.rstrip('.')}. {advice}" if advice else text
 
@@ -425,9 +444,9 @@ def _suggestion(message: str) -> str:
         return ""
     path, _, key = (match["key"] or match["option"]).rpartition(".")
     owner = match["owner"] or {"trainer": "lightning.pytorch.Trainer"}.get(path)
-    top = ["trainer", "model", "data", "seed_everything", *FIELDS, *map(path_of, _CHECKED)]
+    top = ["trainer", "model", "data", "seed_everything", *FIELDS, *map(path_of, _CHECKED), *_OF_COMMANDS]
     known = _parameters(owner) if owner else [] if path else list(dict.fromkeys(top))
-    if not known:
+    if not difflib.get_close_matches(key, known):
         return ""
     advice = did_you_mean(key, known)
     return advice if len(known) <= _LONG else f"{advice.split('? ')[0]}?"

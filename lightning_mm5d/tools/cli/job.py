@@ -18,6 +18,7 @@ import inspect
 import math
 import runpy
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -44,7 +45,7 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.recipes.data import MultimodalDataModule
 from lightning_mm5d.recipes.module import MultimodalModule
 from lightning_mm5d.strategy import MultimodalStrategy
-from lightning_mm5d.tools.cli.configuration import Source, check_early, devices, read_configuration
+from lightning_mm5d.tools.cli.configuration import Source, check_early, devices, one_line, read_configuration
 from lightning_mm5d.trainer.construction import configured, made_construction
 from lightning_mm5d.trainer.validation import check_package
 
@@ -138,6 +139,7 @@ DTYPES = {"64-true": torch.float64, "64": torch.float64, "bf16-true": torch.bflo
 _ARGUMENTS = frozenset(
     f for owner in (MultimodalStrategy, fields_of_strategy) for f in inspect.signature(owner).parameters
 )
+_PACKAGE = Path(__file__).parents[2]
 STRATEGY = "lightning_mm5d.MultimodalStrategy"
 """the path of the strategy's class"""
 
@@ -310,7 +312,12 @@ def _parsed(
         with nullcontext() if with_memory else made_construction().without_memory():
             module, data = make()
     except Exception:  # a constructor that reads random numbers needs memory
-        module, data = make()
+        try:
+            module, data = make()
+        except (ArgumentError, ConfigError):
+            raise
+        except Exception as error:
+            raise _fails(error, parsed[command[0]] if command else parsed) from error
     if not with_memory:
         module = configured(module, strategy.precision_plugin)
     plan, refused = None, None
@@ -322,6 +329,23 @@ def _parsed(
         refused = error
     module = module if dtype is None else module.to(dtype)
     return Job(strategy, module, modalities, data, precision, accumulates, plan, refused)
+
+
+def _fails(error: Exception, parsed: Namespace) -> ConfigError:
+    """What a constructor of the user's raised, with the line that called what raised it."""
+    others = str(_PACKAGE), sys.prefix, sys.base_prefix, "<frozen"
+    users_calls = list[traceback.FrameSummary]()
+    cause: BaseException | None = error
+    while not users_calls and cause is not None:  # the parser wraps some errors
+        users_calls = [
+            call for call in traceback.extract_tb(cause.__traceback__) if not call.filename.startswith(others)
+        ]
+        cause = cause.__cause__ or cause.__context__
+    place = f", at {users_calls[-1].filename}, line {users_calls[-1].lineno}" if users_calls else ""
+    settings = {key: parsed[key] for key in ("model", "data") if parsed.get(key) is not None}
+    got = {key: value.as_dict() if isinstance(value, Namespace) else value for key, value in settings.items()}
+    rule = f"What they make fails: {type(error).__name__}: {one_line(str(error))}{place}"
+    return ConfigError(", ".join(settings), got, rule, "Change the settings that it depends on, or the code there")
 
 
 def _strategy(given: Any) -> tuple[MultimodalStrategy, Mapping[str, Modality]]:

@@ -235,6 +235,13 @@ def test_the_module_has_no_memory_even_where_its_constructor_needs_values(inspec
     assert not torch.distributed.is_initialized()
 
 
+def test_a_constructor_that_fails_is_refused_with_its_settings_and_the_users_line(inspect: Inspect) -> None:
+    refused = inspect.refusal(tied(width=-3))
+    assert "model: got {" in refused
+    assert "negative dimension" in refused
+    assert "tied_module.py, line " in refused
+
+
 @pytest.mark.parametrize(("precision", "size"), [("32-true", 608), ("bf16-true", 304), ("64-true", 1216)])
 def test_bytes_are_those_of_the_trainers_precision(inspect: Inspect, precision: str, size: int) -> None:
     made = tied()

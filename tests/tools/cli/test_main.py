@@ -17,7 +17,7 @@ from lightning_mm5d import ConfigError, MultimodalStrategy
 from lightning_mm5d.config.groups import OF_MODALITY, OF_STRATEGY, names_of, path_of
 from lightning_mm5d.config.tables import Table
 from lightning_mm5d.tools.cli import doctor, terminal
-from lightning_mm5d.tools.cli.configuration import FIELDS, check_early
+from lightning_mm5d.tools.cli.configuration import FIELDS, check_early, one_line
 from lightning_mm5d.tools.cli.main import main
 
 NO_TORCH = (
@@ -308,6 +308,33 @@ def test_refuses_an_option_over_a_number_of_stages(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("modalities: {vision: 1, language: 3}")
     code, printed = without_torch("simulate", str(tmp_path / "config.yaml"), "--modalities.language.tp_size=2")
     assert (code, "Write language: {pp_size: 3} there" in printed) == (2, True), printed
+
+
+def test_names_the_modality_that_an_option_misspells(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("modalities: {vision: {}, language: {pp_size: 3}}")
+    code, printed = without_torch("simulate", str(tmp_path / "config.yaml"), "--modalities.vidio.tp_size=2")
+    assert (code, "modalities.vidio.tp_size" in printed, "Did you mean 'vision'?" in printed) == (2, True, True), (
+        printed
+    )
+    code, printed = without_torch("inspect", str(tmp_path / "config.yaml"), "--modalities.speech.tp_size=2")
+    assert "Did you mean" not in printed, printed
+
+
+def test_says_what_was_given_where_the_parser_tells_what_it_expected() -> None:
+    found = one_line(
+        'Parser key "trainer.max_epochs":\n  Does not validate against any of the Union subtypes\n  Errors:\n'
+        "    - Expected a <class 'int'>\n  Given value type: <class 'str'>\n  Given value: many"
+    )
+    assert found == "Parser key \"trainer.max_epochs\": Expected a <class 'int'>. Given: many"
+
+
+@pytest.mark.parametrize(("option", "advice"), [("--jsn", "Did you mean 'json'?"), ("--xyz", "arguments: --xyz\n")])
+def test_suggests_an_option_that_is_near_to_an_unknown_one_and_none_else(
+    option: str, advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("modalities: {vision: {}, language: {pp_size: 3}}")
+    assert main(["simulate", str(tmp_path / "config.yaml"), option]) == 2
+    assert advice in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("text", "words"), [(None, "It cannot be read"), ("trainer: {devices: [", "It is no YAML")])

@@ -1,0 +1,102 @@
+"""What a batch takes of iterators and random generators that a LightningModule holds.
+
+Layout of the runs on ranks: vision and the first two layers of language: rank 0; the last two: rank 1. So rank 0 runs
+the step twice for each of two microbatches, and rank 1 once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from features.toys import LANGUAGE, VISION, Layout, Run, Samples, Toy, assert_same, figures, outcomes, weights
+from lightning_mm5d import Modality
+from lightning_mm5d.data.random_state import BatchDraws
+
+TWO_STAGES = Layout(
+    {"vision": Modality(colocate_with="language", **VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 2
+)
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = iter(range(10))
+        self.tables = {"rows": itertools.cycle([torch.zeros(2), torch.ones(2)])}
+        self.chance, self.noise = random.Random(0), np.random.default_rng(0)
+        self.torch_noise = torch.Generator().manual_seed(0)
+
+
+def run_of(draws: BatchDraws, module: Module, index: int, *, counts: bool = True) -> list[Any]:
+    with draws.run(index, counts=counts):
+        row = next(module.tables["rows"])
+        taken = [next(module.items), next(module.items), row.clone().tolist()]
+        row += 5.0  # a copy of its own
+        return [*taken, module.chance.random(), float(module.noise.random())]
+
+
+def test_all_runs_of_a_batch_get_the_same_items_and_the_next_batch_the_ones_after() -> None:
+    module = Module()
+    own = module.items
+    first, second = BatchDraws(module), None
+    assert [run_of(first, module, index)[:3] for index in (0, 1, 0, 1)] == [[0, 1, [0.0, 0.0]]] * 4
+    assert module.items is own
+    second = BatchDraws(module)
+    assert [run_of(second, module, index)[:3] for index in (0, 1)] == [[2, 3, [1.0, 1.0]]] * 2
+
+
+def test_microbatches_draw_one_after_another_and_each_stage_draws_the_same() -> None:
+    expected = [[chance.random(), float(noise.random())] for chance, noise in [(random.Random(0), Module().noise)] * 3]
+    module = Module()
+    draws = BatchDraws(module)
+    assert [run_of(draws, module, index)[3:] for index in (0, 1, 0, 1)] == [*expected[:2], *expected[:2]]
+    assert run_of(BatchDraws(module), module, 0)[3:] == expected[2]
+
+
+def test_a_run_that_is_repeated_as_a_whole_draws_nothing_for_others() -> None:
+    module = Module()
+    draws = BatchDraws(module)
+    state = module.chance.getstate()
+    run_of(draws, module, 0, counts=False)
+    module.chance.setstate(state)  # as those who repeat a run do
+    assert run_of(draws, module, 0)[3] == random.Random(0).random()
+
+
+class SecondLoader(Toy):
+    """Takes a batch of other samples in each step."""
+
+    def others(self) -> Any:
+        return DataLoader(Samples(8, seed=3), batch_size=4)
+
+    def on_train_start(self) -> None:
+        self.cycled, self.passes, self.ends = itertools.cycle(self.others()), iter(self.others()), 0
+        self.scales = iter([1.0, 2.0, 0.5, 3.0])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        try:
+            other = next(self.passes)
+        except StopIteration:
+            self.passes = iter(self.others())
+            other = next(self.passes)
+        loss = next(self.scales) * (self.loss(batch) + 0.5 * self.loss(next(self.cycled)) + 0.1 * self.loss(other))
+        self.log("train_loss", loss)
+        return loss
+
+
+def second_loader(run: Run) -> Any:
+    module, trainer = SecondLoader(), run.trainer(max_epochs=2)
+    trainer.fit(module, run.loader(16))
+    return figures(trainer), weights(module) if trainer.global_rank == 0 else None
+
+
+def test_a_second_loader_that_steps_read_by_next_trains_as_on_one_process() -> None:
+    outcome = outcomes(TWO_STAGES, second_loader)["second_loader"]
+    assert_same(outcome.ranks[0], outcome.one)
+    assert_same(outcome.ranks[1][0], outcome.one[0])
