@@ -379,6 +379,17 @@ class _Repeated(Iterator):
     def __init__(self, source: Any) -> None:
         self.source, self.place, self._items = source, 0, list[Any]()
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "source":  # a copy that has none yet
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def __iter__(self) -> Any:
+        if self.place < len(self._items):
+            return self  # an earlier run has begun again here, if its class does so
+        begun = iter(self.source)
+        return self if begun is self.source else begun
+
     def __next__(self) -> Any:
         if self.place == len(self._items):
             self._items.append(next(self.source))  # again at its end, which stays

@@ -52,6 +52,35 @@ def test_all_runs_of_a_batch_get_the_same_items_and_the_next_batch_the_ones_afte
     assert [run_of(second, module, index)[:3] for index in (0, 1)] == [[2, 3, [1.0, 1.0]]] * 2
 
 
+class Restarting:
+    """An iterator that begins again where somebody asks for it, with attributes of its own."""
+
+    width = 3
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Restarting:
+        self.place = 0
+        return self
+
+    def __next__(self) -> int:
+        self.place += 1
+        return self.place
+
+
+def test_an_iterator_begins_again_once_and_keeps_its_attributes() -> None:
+    module = Module()
+    module.items = Restarting()  # type: ignore[assignment]
+    for batch in range(2):
+        draws = BatchDraws(module)
+        for index in range(2):
+            with draws.run(index, counts=True):
+                items: Any = module.items
+                assert [next(items), items.width] == [3 if batch else 1, 3]
+                assert [next(iter(items)), next(items)] == [1, 2]
+
+
 def test_microbatches_draw_one_after_another_and_each_stage_draws_the_same() -> None:
     expected = [[chance.random(), float(noise.random())] for chance, noise in [(random.Random(0), Module().noise)] * 3]
     module = Module()
