@@ -134,7 +134,7 @@ def held(rank: int, one: Layout) -> tuple[int, int, int]:
         show(self)
         if self.shard.of_experts:
             size = self.parameter.untyped_storage().nbytes() // self.parameter.element_size()
-            most, rows = max(most, size), max(rows, self.own.numel())
+            most, rows = max(most, size), max(rows, self.own_rows.numel())
             whole = max(whole, torch.Size(self.shape).numel())
 
     def given(self: SharedParameter) -> None:
