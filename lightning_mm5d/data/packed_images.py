@@ -81,7 +81,8 @@ def describe(module: torch.nn.Module) -> PackedTokens:
                 value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
                 if isinstance(value, int):
                     token_ids.setdefault(kind, value)
-                    models += [type(submodule)] if type(submodule).__module__.startswith("transformers.") else []
+                    if any(base.__module__.startswith("transformers.") for base in type(submodule).__mro__):
+                        models.append(type(submodule))
     arguments = [argument for model in models[:1] for argument in inspect.signature(model.forward).parameters.values()]
     required = frozenset(
         argument.name for argument in arguments if argument.default is argument.empty and kind_of(argument.name)

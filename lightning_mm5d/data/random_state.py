@@ -12,14 +12,11 @@ advanced as one process advances it. It is not the ranks' own global state, whic
 It is advanced once an epoch and once a validation, also where callbacks read the dataloader: it is equal on all ranks.
 
 What the steps draw on the CPU does not advance it, so orders equal those of one process up to the first such step.
-
-What a batch takes of the iterators and random generators that a module holds, in all runs of its step.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -28,8 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import Tensor
 from torch.utils.data import RandomSampler
 
 CPU = torch.device("cpu")
@@ -299,13 +295,16 @@ def _draw_seed() -> None:
 GENERATORS = (random.Random, np.random.Generator, torch.Generator)
 
 
-def is_iterator(value: Any) -> bool:
-    """Whether ``next(value)`` takes something that nobody else gets: a pass over a dataloader, a generator.
+HAVE_ITERATORS = frozenset(("builtins", "itertools", "torch", "torchdata"))
+"""Packages whose iterators do nothing but give items."""
 
-    Lightning's `CombinedLoader` has a `__next__`, and is no pass.
+
+def is_iterator(value: Any) -> bool:
+    """Whether ``next(value)`` takes something that nobody else gets: a pass over a dataloader, a generator, a `zip`.
+
+    Those of the user's own classes are not: their attributes are kept as those of other objects.
     """
-    is_pass = isinstance(value, Iterator) and not isinstance(value, io.IOBase)
-    return is_pass and type(value).__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
+    return isinstance(value, Iterator) and type(value).__module__.partition(".")[0] in HAVE_ITERATORS
 
 
 def generator_states(values: Iterable[Any]) -> list[tuple[Any, Any]]:
@@ -326,73 +325,3 @@ def put_generators_back(states: Iterable[tuple[Any, Any]]) -> None:
             generator.bit_generator.state = state
         else:
             (generator.set_state if isinstance(generator, torch.Generator) else generator.setstate)(state)
-
-
-class BatchDraws:
-    """What a batch takes of the iterators and random generators in attributes of the LightningModule.
-
-    One process runs the step once a batch, and takes an item by ``next(self.other)``. So each run of a batch, for any
-    microbatch and stage, gets the items that the first one has taken. Of a random generator (`random.Random`, numpy's,
-    torch's) microbatches draw one after another, as the rows of a batch do, and each stage of this rank draws the same.
-
-    Args:
-        module: the LightningModule, before the batch.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        values = vars(module)
-        owners = [values, *(value for value in values.values() if type(value) is dict)]
-        self._iterators = [
-            (owner, name, _Repeated(value)) for owner in owners for name, value in owner.items() if is_iterator(value)
-        ]
-        self._states = {-1: generator_states(values.values())}  # at the start, and what each stage has left
-        self._runs = Counter[int]()
-
-    @contextmanager
-    def run(self, index: int, *, counts: bool) -> Iterator[None]:
-        """Enter around a run of the step.
-
-        Args:
-            index: of the microbatch.
-            counts: whether what it draws is drawn; else somebody puts random states back.
-        """
-        for owner, name, repeated in self._iterators:
-            owner[name], repeated.place = repeated, 0
-        stage = self._runs[index]
-        if counts:
-            self._runs[index] += 1
-            put_generators_back(self._states.get(stage, self._states[-1]))
-        try:
-            yield
-        finally:
-            if counts:
-                self._states[stage] = generator_states(generator for generator, _ in self._states[-1])
-                put_generators_back(self._states[max(self._states)])  # the last stage draws most
-            for owner, name, repeated in self._iterators:
-                if owner.get(name) is repeated:
-                    owner[name] = repeated.source
-
-
-class _Repeated(Iterator):
-    """Gives the items of `source` from a place on, which are taken once."""
-
-    def __init__(self, source: Any) -> None:
-        self.source, self.place, self._items = source, 0, list[Any]()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "source":  # a copy that has none yet
-            raise AttributeError(name)
-        return getattr(self.source, name)
-
-    def __iter__(self) -> Any:
-        if self.place < len(self._items):
-            return self  # an earlier run has begun again here, if its class does so
-        begun = iter(self.source)
-        return self if begun is self.source else begun
-
-    def __next__(self) -> Any:
-        if self.place == len(self._items):
-            self._items.append(next(self.source))  # again at its end, which stays
-        self.place += 1
-        item = self._items[self.place - 1]  # each run may write to its tensors
-        return tree_map_only(Tensor, lambda tensor: tensor if tensor.requires_grad else tensor.clone(), item)

@@ -14,7 +14,7 @@ sample: a tensor, an array, a list, or a tuple or dict of them. Entries that are
 or shared out over those of a dict, those that code appends by what it finds in a batch, integers, and what cannot be
 joined stay M times as many. What cannot cross, an object of the user's own, raises on other ranks where it is read.
 Iterators and random
-generators stay as a rank's own runs leave them (`random_state.BatchDraws`). Not seen are changes inside of objects of
+generators stay as a rank's own runs leave them (`user_step.BatchDraws`). Not seen are changes inside of objects of
 torch, Lightning and transformers, of elements of long containers, and of modules other than the root.
 """
 
@@ -267,7 +267,7 @@ class _Object:
 
     def changes(self, where: str) -> list[Any] | None:
         now = {name: value for name, value in self._now().items() if self._counts(name, value)}
-        gone = [name for name in self._values if name not in now]
+        gone = [name for name in self._values if name not in self._now()]
         rows = []
         for name, value in now.items():
             path = f"{where}.{name}" if where == "self" else f"{where}[{name!r}]"

@@ -76,17 +76,18 @@ def check_torchmetrics(metric: Metric | MetricCollection) -> None:
 
 
 _HOLDERS = (Metric, MetricCollection, nn.ModuleList, nn.ModuleDict)
+_LONG = 100  # entries of longer containers are not looked into
 
 
 def unregistered(owner: object) -> list[Metric | MetricCollection]:
     """Return the metrics and collections in attributes of a module or callback that are no submodules.
 
-    They are attributes themselves, or in lists, tuples and dicts.
+    They are attributes themselves, or in lists, tuples and dicts of few entries.
     """
     registered = {id(part) for part in owner.modules()} if isinstance(owner, nn.Module) else set()
     values = [value for name, value in vars(owner).items() if not (registered and name.startswith("_"))]
-    items = [item for value in values if isinstance(value, (list, tuple)) for item in value]
-    items += [item for value in values if isinstance(value, dict) for item in value.values()]
+    few = [value for value in values if isinstance(value, (list, tuple, dict)) and len(value) <= _LONG]
+    items = [item for value in few for item in (value.values() if isinstance(value, dict) else value)]
     modules = [part for item in (*values, *items) if isinstance(item, _HOLDERS) for part in item.modules()]
     return [part for part in modules if isinstance(part, (Metric, MetricCollection)) and id(part) not in registered]
 
@@ -345,7 +346,7 @@ class MetricSync:
         self._has_others = terminal_size < dist.get_world_size(world_group)
         self._metrics: list[Metric] = []
         self._trackers: list[MetricTracker] = []
-        self._owners: list[object] = []
+        self._owners: Sequence[object] = ()
         self._undo: list[tuple[Metric, dict[str, Any]]] = []
         self._guard, self._thrown_away = guard, set[int]()  # ids of the metrics in a forward that changes nothing
         self._is_local = self._meets = False
@@ -394,12 +395,17 @@ class MetricSync:
             vars(metric).update(methods)
             self._metrics.append(metric)
 
-    def attach_new(self, owners: Iterable[object] = ()) -> None:
-        """Attach what trackers, and callbacks and other `owners` of metrics in attributes, have got since."""
-        self._owners += owners
+    def attach_new(self, owners: Sequence[object] = ()) -> None:
+        """Attach what trackers, and callbacks and other `owners` of metrics in attributes, have got since.
+
+        Metrics of owners that are not synced (``sync_on_compute=False``) stay so: one rank alone may compute them.
+        """
+        self._owners = owners or self._owners
         known = {id(metric) for metric in self._metrics}
         copies = [part for tracker in self._trackers for part in tracker.modules() if isinstance(part, Metric)]
-        for part in (*copies, *(part for owner in self._owners for part in unregistered(owner))):
+        theirs = [part for owner in self._owners for part in unregistered(owner)]
+        theirs = [part for part in theirs if isinstance(part, MetricCollection) or part.sync_on_compute]
+        for part in (*copies, *theirs):
             if isinstance(part, MetricCollection):
                 count_apart(part)
             elif id(part) not in known:
@@ -417,7 +423,7 @@ class MetricSync:
         self._undo.clear()
         self._metrics.clear()
         self._trackers.clear()
-        self._owners.clear()
+        self._owners = ()
 
     def _update(self, metric: Metric, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         counts = self._guard is None or self._guard.ends_here is not False

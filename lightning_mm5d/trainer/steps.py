@@ -28,7 +28,6 @@ from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
 from lightning_mm5d.data.batches import split_replicas
 from lightning_mm5d.data.joining import Sizes, merge
 from lightning_mm5d.data.microbatch import Microbatch, batch_samples, counted
-from lightning_mm5d.data.random_state import BatchDraws
 from lightning_mm5d.engine.engine import Ending, Engine
 from lightning_mm5d.gradients.gradients import Gradients, published, set_aside, skipped, unfrozen
 from lightning_mm5d.plan.plan import Plan
@@ -43,7 +42,16 @@ from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.logs import LogCapture, replay
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import Summing
-from lightning_mm5d.trainer.user_step import Context, ResultChannel, StepResult, TrainingStep, UserStep, Watch, Weights
+from lightning_mm5d.trainer.user_step import (
+    BatchDraws,
+    Context,
+    ResultChannel,
+    StepResult,
+    TrainingStep,
+    UserStep,
+    Watch,
+    Weights,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -420,7 +428,7 @@ class Steps:
         apart = () if name == "training_step" else (name,)
         key = None if self._seed is None else (self._seed, self._module.current_epoch, index, *apart)
         options = {"context": context, "capture": self._capture, "metrics": self._metrics, "random_key": key}
-        options["draws"] = BatchDraws(self._module)
+        options["draws"] = BatchDraws(self._module, key)
         options |= {"watch": None if self.watch is None else self.watch(name, parts)}
         return {**options, "copies": self._writing.get(name, True)}
 

@@ -1,31 +1,34 @@
 """The user's step as the engine runs it: once for each stage and microbatch of this rank.
 
-The result of one step and what its microbatches weigh.
+The result of one step, what its microbatches weigh, and what a batch takes of the iterators and random generators that
+the module holds, in all runs of its step.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.joining import BatchNumber
 from lightning_mm5d.data.microbatch import Microbatch, copied, with_tensors
-from lightning_mm5d.data.random_state import BatchDraws
+from lightning_mm5d.data.random_state import generator_states, is_iterator, put_generators_back, seeded
 from lightning_mm5d.engine.codec import TreeChannel
 from lightning_mm5d.engine.step import Scope
 from lightning_mm5d.sharded.remote_value import is_remote, settled
 from lightning_mm5d.sharded.torch_internals import writes_counted
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import Packer, detached, map_tensors, unsharded
-from lightning_mm5d.trainer.kept_values import KeptValues
+from lightning_mm5d.trainer.kept_values import KeptValues, is_own
 from lightning_mm5d.trainer.logs import LogCapture, LogOptions, MergedLog, read_by
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.own_backwards import StepBackwards
@@ -179,6 +182,119 @@ def _from_tree(tree: Any) -> StepResult:
 
 Context = Callable[[], AbstractContextManager[Any]]
 Watch = Callable[[Microbatch], AbstractContextManager[Any]]
+
+
+class BatchDraws:
+    """What a batch takes of the iterators and random generators in attributes of the LightningModule.
+
+    One process runs the step once a batch, and takes an item by ``next(self.other)``. So each run of a batch, for any
+    microbatch and stage, gets the items that the first one has taken. Of a random generator (`random.Random`, numpy's,
+    torch's) microbatches draw one after another, as the rows of a batch do, and each stage of this rank draws the same.
+
+    Iterators are found in attributes of the module, in dicts that it holds, and in attributes of objects of the user's
+    own classes that it holds. What a batch takes is drawn from a random state of its own, equal on all ranks.
+
+    Args:
+        module: the LightningModule, before the batch.
+        random_key: of the batch; None where nothing is seeded.
+    """
+
+    def __init__(self, module: LightningModule, random_key: tuple[int | str, ...] | None = None) -> None:
+        values = vars(module)
+        self._owners = [values, *(owner for value in values.values() if (owner := _attributes(value)) is not None)]
+        self._iterators = [
+            (owner, name, _Repeated(value, self))
+            for owner in self._owners
+            for name, value in owner.items()
+            if is_iterator(value)
+        ]
+        self._states = {-1: generator_states(values.values())}  # at the start, and what each stage has left
+        self._runs = Counter[int]()
+        self.random_key, self.items = random_key, dict[int, list[Any]]()
+
+    @contextmanager
+    def run(self, index: int, *, counts: bool) -> Iterator[None]:
+        """Enter around a run of the step.
+
+        Args:
+            index: of the microbatch.
+            counts: whether what it draws is drawn; else somebody puts random states back.
+
+        Raises:
+            ConfigError: an earlier run has made an iterator, of which each run would take items for itself.
+        """
+        if self._runs:
+            self._check_new()
+        for owner, name, repeated in self._iterators:
+            owner[name], repeated.place = repeated, 0
+        stage = self._runs[index]
+        if counts:
+            self._runs[index] += 1
+            put_generators_back(self._states.get(stage, self._states[-1]))
+        try:
+            yield
+        finally:
+            if counts:
+                self._states[stage] = generator_states(generator for generator, _ in self._states[-1])
+                put_generators_back(self._states[max(self._states)])  # the last stage draws most
+            for owner, name, repeated in self._iterators:
+                if owner.get(name) is repeated:
+                    owner[name] = repeated.source
+
+    def _check_new(self) -> None:
+        """Refuse iterators that the step has made where there was none; those in place of another go on."""
+        known = {(id(owner), name) for owner, name, _ in self._iterators}
+        for owner in self._owners:
+            for name, value in owner.items():
+                if is_iterator(value) and (id(owner), name) not in known:
+                    rule = "A step runs once for each microbatch, and each run would make an iterator and read it"
+                    fix = "Make it in on_train_start, or in the constructor"
+                    raise ConfigError(f"self.{name}", f"{type(value).__name__} that the step makes", rule, fix)
+
+
+_LONG = 100  # entries of longer dicts are not looked into
+
+
+def _attributes(value: Any) -> dict[Any, Any] | None:
+    """The entries of a dict, or the attributes of an object of a class of the user's own; None for anything else."""
+    if type(value) is not dict:
+        value = getattr(value, "__dict__", None) if is_own(value) and not isinstance(value, nn.Module) else None
+    return value if type(value) is dict and len(value) <= _LONG else None
+
+
+class _Repeated(Iterator):
+    """Gives the items of `source` from a place on, which are taken once for a batch; after the batch, what is left.
+
+    The first run gets an item as it is, later ones a copy as it was.
+    """
+
+    def __init__(self, source: Any, draws: BatchDraws) -> None:
+        self.source, self.place, self._draws = source, 0, ref(draws)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source":  # a copy that has none yet
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __next__(self) -> Any:
+        if (draws := self._draws()) is None:
+            return next(self.source)
+        items = draws.items.setdefault(id(self), [])
+        if self.place < len(items):
+            self.place += 1
+            return with_tensors(copied(items[self.place - 1]), _cloned)
+        with nullcontext() if draws.random_key is None else seeded(*draws.random_key, "iterator", len(items)):
+            item = next(self.source)  # again at its end, which stays
+        self.place += 1
+        items.append(with_tensors(copied(item), _cloned))
+        return item
+
+
+def _cloned(_: Any, tensor: Tensor) -> Tensor:
+    return tensor if tensor.requires_grad else tensor.clone()
 
 
 class UserStep:

@@ -352,10 +352,12 @@ def test_metrics_of_a_callback_sync_by_the_layout_also_those_that_it_makes_later
     class Holder:
         def __init__(self) -> None:
             self.total, self.many = CatMetric(), {"mean": MeanMetric()}
+            self.local = MeanMetric(sync_on_compute=False)  # which one rank alone may compute
 
     holder = Holder()
     alone.attach_new([holder])
     assert all("sync" in vars(metric) for metric in (holder.total, holder.many["mean"]))
+    assert "sync" not in vars(holder.local)
     holder.total = CatMetric()
     holder.both = MetricCollection({"a": MeanMetric(), "b": CatMetric()})  # type: ignore[attr-defined]
     with alone.local():

@@ -173,7 +173,7 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
     """
     from jsonargparse import ArgumentError, ArgumentParser
 
-    check_names(contents, overrides)
+    check_numbers(contents, overrides)
     for setting in ((content.get("trainer") or {}).get("strategy") for content in contents):
         if isinstance(setting, str) and setting.rpartition(".")[2] == "MultimodalStrategy":
             fix = "Write strategy: {class_path: lightning_mm5d.MultimodalStrategy}, or strategy: mm5d for replicas"
@@ -202,36 +202,47 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
     _check_world(contents, overrides, fields)
 
 
-def check_names(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> None:
-    """Refuse options for a modality whose name is nearly that of one in a file, and for fields of one that a file
-    writes as its number of stages, which would be lost.
+def check_numbers(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> None:
+    """Refuse options for fields of a modality that a file writes as its number of stages, which would be lost.
 
     Raises:
         ConfigError: at the first such option.
     """
-    modalities: dict[str, Any] = {}
-    for content in contents:
-        section: Any = content
-        for key in ("trainer", "strategy", "init_args", "modalities"):
-            section = section.get(key, section) if isinstance(section, Mapping) else None
-        if isinstance(section, Mapping):
-            modalities |= section
-    for name, value in _pairs(overrides):
-        modality, _, field = name.partition("modalities.")[2].partition(".")
-        if field and type(stages := modalities.get(modality)) is int:
+    modalities = _modalities_of(contents)
+    for modality, field, value in _modality_options(overrides):
+        if type(stages := modalities.get(modality)) is int:
             rule = f"The file says {modality}: {stages}, which leaves no room for another field"
             fix = f"Write {modality}: {{pp_size: {stages}}} there"
             raise ConfigError(f"modalities.{modality}.{field}", value, rule, fix)
-        if (
-            field
-            and modalities
-            and modality not in modalities
-            and difflib.get_close_matches(modality, map(str, modalities))
-        ):
-            rule = "The option would add a modality to those of the files"
-            raise ConfigError(
-                f"modalities.{modality}.{field}", value, rule, did_you_mean(modality, map(str, modalities))
-            )
+
+
+def _modalities_of(contents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The modalities of files, which may be those of a LightningCLI or of a strategy alone."""
+    modalities: dict[str, Any] = {}
+    for content in contents:
+        section: Any = content
+        for key in ("trainer", "strategy", "init_args"):
+            section = section[key] if isinstance(section, Mapping) and key in section else section
+        named = section.get("modalities") if isinstance(section, Mapping) else None
+        modalities |= named if isinstance(named, Mapping) else {}
+    return modalities
+
+
+def _modality_options(overrides: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield the modality, the field and the value of options that set a field of a modality."""
+    for name, value in _pairs(overrides):
+        modality, _, field = name.partition("modalities.")[2].partition(".")
+        if field:
+            yield modality, field, value
+
+
+def _check_spelling(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> None:
+    """Refuse an option for a modality that no file has, and whose name is nearly that of one."""
+    modalities = [*map(str, _modalities_of(contents))]
+    for modality, field, value in _modality_options(overrides):
+        if modality not in modalities and difflib.get_close_matches(modality, modalities):
+            rule = "The option adds a modality to those of the files, and the layout does not fit the ranks"
+            raise ConfigError(f"modalities.{modality}.{field}", value, rule, did_you_mean(modality, modalities))
 
 
 def _without_functions(fields: dict[str, Any]) -> None:
@@ -257,13 +268,17 @@ def _check_world(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str]
     per_node = devices(trainer["devices"])
     modalities = fields.get("modalities") or {"model": Modality()}
     loss_modality = loss_modality_of(modalities)
-    Layout.build(
-        for_schedule(modalities, fields.get("schedule"), loss_modality),
-        world_size=per_node * nodes,
-        loss_modality=loss_modality,
-        ranks_per_node=per_node,
-        placement=fields.get("placement"),
-    )
+    try:
+        Layout.build(
+            for_schedule(modalities, fields.get("schedule"), loss_modality),
+            world_size=per_node * nodes,
+            loss_modality=loss_modality,
+            ranks_per_node=per_node,
+            placement=fields.get("placement"),
+        )
+    except ConfigError:
+        _check_spelling(contents, overrides)
+        raise
 
 
 def devices(given: Any) -> int:

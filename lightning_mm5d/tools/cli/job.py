@@ -140,6 +140,7 @@ _ARGUMENTS = frozenset(
     f for owner in (MultimodalStrategy, fields_of_strategy) for f in inspect.signature(owner).parameters
 )
 _PACKAGE = Path(__file__).parents[2]
+_WRAPPED = 10  # errors around one that are looked into
 STRATEGY = "lightning_mm5d.MultimodalStrategy"
 """the path of the strategy's class"""
 
@@ -336,7 +337,9 @@ def _fails(error: Exception, parsed: Namespace) -> ConfigError:
     others = str(_PACKAGE), sys.prefix, sys.base_prefix, "<frozen"
     users_calls = list[traceback.FrameSummary]()
     cause: BaseException | None = error
-    while not users_calls and cause is not None:  # the parser wraps some errors
+    for _ in range(_WRAPPED):  # the parser wraps some errors
+        if users_calls or cause is None:
+            break
         users_calls = [
             call for call in traceback.extract_tb(cause.__traceback__) if not call.filename.startswith(others)
         ]

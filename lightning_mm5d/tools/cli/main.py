@@ -242,7 +242,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 
     about = (
         "Show how long ranks would idle, under every schedule and rank by rank under the configured one. A CONFIG "
-        "without a model, or with nothing but the arguments of the strategy (modalities, num_microbatches, schedule), "
+        "without a model, or with nothing but the arguments of the strategy (modalities, batching, schedule), "
         "is simulated from its sizes."
     )
     command = add("simulate", "show how long ranks would idle", about)
@@ -291,8 +291,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     command.add_argument(
         "--measure",
         action="store_true",
-        help="time the forward of every layer several times on one microbatch of the training data, here, instead of "
-        "estimating it",
+        help="time forward and backward of every layer several times, on one microbatch of the training data and here, "
+        "instead of estimating it",
     )
     command.add_argument(
         "--from",

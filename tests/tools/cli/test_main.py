@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -311,13 +312,20 @@ def test_refuses_an_option_over_a_number_of_stages(tmp_path: Path) -> None:
 
 
 def test_names_the_modality_that_an_option_misspells(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("modalities: {vision: {}, language: {pp_size: 3}}")
-    code, printed = without_torch("simulate", str(tmp_path / "config.yaml"), "--modalities.vidio.tp_size=2")
-    assert (code, "modalities.vidio.tp_size" in printed, "Did you mean 'vision'?" in printed) == (2, True, True), (
+    init_args = {"modalities": {"vision": {}, "language": {"pp_size": 3}}}
+    strategy = {"class_path": "lightning_mm5d.MultimodalStrategy", "init_args": init_args}
+    file, sizes = tmp_path / "config.yaml", tmp_path / "sizes.yaml"
+    file.write_text(json.dumps({"trainer": {"devices": 4, "strategy": strategy}}))
+    code, printed = without_torch("simulate", str(file), "--trainer.strategy.init_args.modalities.vidio.pp_size=2")
+    assert (code, "modalities.vidio.pp_size" in printed, "Did you mean 'vision'?" in printed) == (2, True, True), (
         printed
     )
-    code, printed = without_torch("inspect", str(tmp_path / "config.yaml"), "--modalities.speech.tp_size=2")
-    assert "Did you mean" not in printed, printed
+    # one more modality that fits the ranks may have such a name, and other settings of a file are no modalities
+    for devices, name in ((6, "vision2"), (5, "precisions")):
+        sizes.write_text(json.dumps({"trainer": {"devices": devices, "precision": "32-true"}}))
+        option = f"--trainer.strategy.init_args.modalities.{name}.pp_size={devices - 4}"
+        code, printed = without_torch("simulate", str(file), str(sizes), option)
+        assert (code == 2, "Did you mean" in printed) == (False, False), printed
 
 
 def test_says_what_was_given_where_the_parser_tells_what_it_expected() -> None:

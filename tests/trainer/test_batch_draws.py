@@ -6,19 +6,23 @@ the step twice for each of two microbatches, and rank 1 once.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
 from typing import Any
 
 import lightning as L
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from features.toys import LANGUAGE, VISION, Layout, Run, Samples, Toy, assert_same, figures, outcomes, weights
 from lightning_mm5d import Modality
-from lightning_mm5d.data.random_state import BatchDraws
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.trainer.user_step import BatchDraws
 
 TWO_STAGES = Layout(
     {"vision": Modality(colocate_with="language", **VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 2
@@ -52,33 +56,84 @@ def test_all_runs_of_a_batch_get_the_same_items_and_the_next_batch_the_ones_afte
     assert [run_of(second, module, index)[:3] for index in (0, 1)] == [[2, 3, [1.0, 1.0]]] * 2
 
 
-class Restarting:
-    """An iterator that begins again where somebody asks for it, with attributes of its own."""
-
-    width = 3
+class Endless:
+    """Passes over a dataloader, one after another, and how many items it gave."""
 
     def __init__(self) -> None:
-        self.place = 0
-
-    def __iter__(self) -> Restarting:
-        self.place = 0
-        return self
+        self.loader = DataLoader(range(3), batch_size=None)
+        self.pass_, self.given = iter(self.loader), 0
 
     def __next__(self) -> int:
-        self.place += 1
-        return self.place
+        self.given += 1
+        try:
+            return next(self.pass_)
+        except StopIteration:
+            self.pass_ = iter(self.loader)
+            return next(self.pass_)
 
 
-def test_an_iterator_begins_again_once_and_keeps_its_attributes() -> None:
+def test_iterators_in_objects_of_the_users_own_give_an_item_once_too() -> None:
     module = Module()
-    module.items = Restarting()  # type: ignore[assignment]
-    for batch in range(2):
+    module.endless = Endless()
+    for batch in range(5):
         draws = BatchDraws(module)
         for index in range(2):
             with draws.run(index, counts=True):
-                items: Any = module.items
-                assert [next(items), items.width] == [3 if batch else 1, 3]
-                assert [next(iter(items)), next(items)] == [1, 2]
+                assert next(module.endless) == batch % 3
+    assert module.endless.given == 10, "attributes are the object's own"
+
+
+def test_the_first_run_gets_the_item_itself_and_later_ones_what_it_was() -> None:
+    module = Module()
+    bank = torch.zeros(2)
+    module.items = itertools.repeat({"bank": bank})  # type: ignore[assignment]
+    draws = BatchDraws(module)
+    for index in range(2):
+        with draws.run(index, counts=True):
+            item: Any = next(module.items)
+            assert item.pop("bank").add_(1.0).tolist() == [1.0, 1.0]
+    assert bank.tolist() == [1.0, 1.0]
+
+
+def test_items_are_drawn_from_a_random_state_of_the_batch() -> None:
+    def noise() -> Any:
+        while True:
+            yield random.random()
+
+    drawn = []
+    for seed in (0, 1):
+        module = Module()
+        module.items = noise()  # type: ignore[assignment]
+        draws = BatchDraws(module, (7, 0, 3))
+        random.seed(seed)
+        with draws.run(0, counts=True):
+            drawn.append(next(module.items))
+            assert random.random() == random.Random(seed).random()
+    assert drawn[0] == drawn[1]
+
+
+def test_an_iterator_that_a_step_makes_is_refused_where_the_step_runs_again() -> None:
+    module = Module()
+    draws = BatchDraws(module)
+    with draws.run(0, counts=True):
+        module.late = iter([1, 2])
+    refused = pytest.raises(ConfigError, match=r"self\.late: got 'list_iterator that the step makes'.*on_train_start")
+    with refused, draws.run(1, counts=True):
+        pass
+
+
+def test_what_a_step_builds_on_an_iterator_keeps_no_items_after_the_batch() -> None:
+    module = Module()
+    tensors = (torch.ones(3) for _ in range(4))
+    module.items = tensors  # type: ignore[assignment]
+    draws = BatchDraws(module)
+    with draws.run(0, counts=True):
+        first = weakref.ref(next(module.items))  # type: ignore[call-overload]
+        module.items = itertools.chain([torch.zeros(3)], module.items)  # type: ignore[assignment]
+    del draws
+    gc.collect()
+    assert first() is None
+    assert [next(module.items).tolist() for _ in range(2)] == [[0.0] * 3, [1.0] * 3]  # type: ignore[attr-defined]
 
 
 def test_microbatches_draw_one_after_another_and_each_stage_draws_the_same() -> None:
