@@ -292,10 +292,10 @@ def _draw_seed() -> None:
     torch.empty((), dtype=torch.int64).random_()
 
 
-GENERATORS = (random.Random, np.random.Generator, torch.Generator)
+_GENERATORS = (random.Random, np.random.Generator, torch.Generator)
 
 
-HAVE_ITERATORS = frozenset(("builtins", "itertools", "torch", "torchdata"))
+_HAVE_ITERATORS = frozenset(("builtins", "itertools", "torch", "torchdata"))
 """Packages whose iterators do nothing but give items."""
 
 
@@ -304,12 +304,12 @@ def is_iterator(value: Any) -> bool:
 
     Those of the user's own classes are not: their attributes are kept as those of other objects.
     """
-    return isinstance(value, Iterator) and type(value).__module__.partition(".")[0] in HAVE_ITERATORS
+    return isinstance(value, Iterator) and type(value).__module__.partition(".")[0] in _HAVE_ITERATORS
 
 
 def generator_states(values: Iterable[Any]) -> list[tuple[Any, Any]]:
     """Return the random generators among `values`, each with its state."""
-    return [(generator, _state_of(generator)) for generator in values if isinstance(generator, GENERATORS)]
+    return [(generator, _state_of(generator)) for generator in values if isinstance(generator, _GENERATORS)]
 
 
 def _state_of(generator: Any) -> Any:

@@ -45,7 +45,7 @@ _OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 _LEFT_ALONE = frozenset(
     ("torch", "lightning", "pytorch_lightning", "transformers", "tokenizers", "torchmetrics", "lightning_mm5d")
 )
-_LONG = 100  # elements of longer containers are not looked into
+LONG = 100  # elements of longer containers are not looked into
 _DEEP = 3
 _MISSING = object()
 _ROWS: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
@@ -192,7 +192,7 @@ class _Object:
     def __init__(self, owner: Any, depth: int, counts: Callable[[Any, Any], bool] = lambda *_: True) -> None:
         self.owner, self._counts = owner, counts
         self._values = {name: value for name, value in self._now().items() if counts(name, value)}
-        few = depth == 0 or len(self._values) <= _LONG
+        few = depth == 0 or len(self._values) <= LONG
         self._inside = _look_into(self._values.items(), depth) if few else {}
         self._marks: list[dict[Any, Any]] = []
 
@@ -295,7 +295,7 @@ class _Row:
     def __init__(self, owner: Any, depth: int, values: list[Any] | None = None) -> None:
         self.owner, self.values = owner, [*owner] if values is None else values
         self.marks: list[list[Any]] = []
-        self._inside = _look_into(enumerate(self.values), depth) if len(self.values) <= _LONG else {}
+        self._inside = _look_into(enumerate(self.values), depth) if len(self.values) <= LONG else {}
 
     def mark(self) -> None:
         """Note all elements."""

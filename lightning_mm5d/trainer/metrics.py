@@ -57,6 +57,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import broadcast_tree
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import Guard, Origin, remote_value
+from lightning_mm5d.trainer.kept_values import LONG
 
 _COUNTERS = ("_update_count", "_forward_cache", "_computed")
 _CHANGED_BY_FORWARD = ("_to_sync", "_should_unsync", "_enable_grad", "compute_on_cpu")
@@ -76,7 +77,6 @@ def check_torchmetrics(metric: Metric | MetricCollection) -> None:
 
 
 _HOLDERS = (Metric, MetricCollection, nn.ModuleList, nn.ModuleDict)
-_LONG = 100  # entries of longer containers are not looked into
 
 
 def unregistered(owner: object) -> list[Metric | MetricCollection]:
@@ -86,7 +86,7 @@ def unregistered(owner: object) -> list[Metric | MetricCollection]:
     """
     registered = {id(part) for part in owner.modules()} if isinstance(owner, nn.Module) else set()
     values = [value for name, value in vars(owner).items() if not (registered and name.startswith("_"))]
-    few = [value for value in values if isinstance(value, (list, tuple, dict)) and len(value) <= _LONG]
+    few = [value for value in values if isinstance(value, (list, tuple, dict)) and len(value) <= LONG]
     items = [item for value in few for item in (value.values() if isinstance(value, dict) else value)]
     modules = [part for item in (*values, *items) if isinstance(item, _HOLDERS) for part in item.modules()]
     return [part for part in modules if isinstance(part, (Metric, MetricCollection)) and id(part) not in registered]

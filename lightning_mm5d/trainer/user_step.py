@@ -28,7 +28,7 @@ from lightning_mm5d.sharded.remote_value import is_remote, settled
 from lightning_mm5d.sharded.torch_internals import writes_counted
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import Packer, detached, map_tensors, unsharded
-from lightning_mm5d.trainer.kept_values import KeptValues, is_own
+from lightning_mm5d.trainer.kept_values import LONG, KeptValues, is_own
 from lightning_mm5d.trainer.logs import LogCapture, LogOptions, MergedLog, read_by
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.own_backwards import StepBackwards
@@ -252,14 +252,11 @@ class BatchDraws:
                     raise ConfigError(f"self.{name}", f"{type(value).__name__} that the step makes", rule, fix)
 
 
-_LONG = 100  # entries of longer dicts are not looked into
-
-
 def _attributes(value: Any) -> dict[Any, Any] | None:
     """The entries of a dict, or the attributes of an object of a class of the user's own; None for anything else."""
     if type(value) is not dict:
         value = getattr(value, "__dict__", None) if is_own(value) and not isinstance(value, nn.Module) else None
-    return value if type(value) is dict and len(value) <= _LONG else None
+    return value if type(value) is dict and len(value) <= LONG else None
 
 
 class _Repeated(Iterator):

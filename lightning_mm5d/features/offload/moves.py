@@ -265,8 +265,8 @@ class SavedActivations:
 
     def __exit__(self, *_: object) -> None:
         self._hooks.__exit__()
-        # torch keeps `_pack` as long as the graph, which may have parts that no backward frees; what `applies` holds of
-        # the forward, among it results, would keep these for ever
+        # torch keeps `_pack` as long as the graph, which may have parts that no backward frees; what `applies` holds,
+        # the run and so its results, would keep these for ever
         self._applies = _applies_to_nothing
 
     def _pack(self, tensor: Tensor) -> Saved:

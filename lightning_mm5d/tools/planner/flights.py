@@ -189,14 +189,13 @@ def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> 
                 for size, is_joint in zip(stage.coming, stage.is_joint, strict=True)
             ]
             left_units = stage.left_by_call(left, called)
-            if key in host:  # a fetched storage is on the host too, until its unit is freed
-                left_with_host = [size + away for size, away in zip(left_units, stage.on_host, strict=True)]
-            else:
-                left_with_host = [*left_units]
-            others_with_host = others + sum(host.values()) - host.get(key, 0)
-            top_together, _ = _back(stage, left_with_host, others_with_host, gradients, coming, called)
+            if host:  # a fetched storage is on the host too, until its unit is freed
+                away = stage.on_host if key in host else [0] * len(left_units)
+                on_both = [size + more for size, more in zip(left_units, away, strict=True)]
+                elsewhere = sum(host.values()) - host.get(key, 0)
+                together = max(together, _back(stage, on_both, others + elsewhere, gradients, coming, called)[0])
             top, gradients = _back(stage, left_units, others, gradients, coming, called)
-            peak, together = max(peak, top), max(together, top_together)
+            peak, together = max(peak, top), max(together, top)
             held[key] = left[0]
             groups[group] = 0 if called else groups[group] + stage.joint[-1]
             begun |= {(action.stage, is_joint) for is_joint in {False, called > 0} if action.frees}
