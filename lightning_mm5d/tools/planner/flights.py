@@ -21,6 +21,22 @@ FAR = 3
 """actions from a forward to its backward from which on offloaded activations leave"""
 
 
+class Ending(NamedTuple):
+    """Bytes in the last backward of a rank, at one unit.
+
+    Attributes:
+        before: of gradients that have come before it.
+        came: of gradients that have come after it.
+        moment: of activations that are left meanwhile, and of what the unit needs for a moment.
+        left: of activations that are left after it.
+    """
+
+    before: int
+    came: int
+    moment: int
+    left: int
+
+
 class Flight(NamedTuple):
     """Bytes of one rank's step.
 
@@ -29,14 +45,14 @@ class Flight(NamedTuple):
         peak: of activations, gradients and working memory together.
         host: of activations in host memory, at most.
         together: `peak`, with what is in host memory at that moment.
-        ending: of the last backward, unit by unit: bytes of gradients that have come, and of activations that are left.
+        ending: of the units of the last backward, in its order.
     """
 
     activations: int
     peak: int
     host: int
     together: int = 0
-    ending: Sequence[tuple[int, int]] = ()
+    ending: Sequence[Ending] = ()
 
 
 class Reduced(NamedTuple):
@@ -239,19 +255,19 @@ def _back(
     return peak, gradients
 
 
-def _ending(stage: StageFlight) -> list[tuple[int, int]]:
-    ending, came = [], 0
+def _ending(stage: StageFlight) -> list[Ending]:
+    ending, came, remaining = list[Ending](), 0, stage.remaining
     for number in reversed(range(len(stage.saved))):
-        came += stage.gradients[number]
-        ending.append((came, stage.remaining[number]))
+        before, came = came, came + stage.gradients[number]
+        ending.append(Ending(before, came, remaining[number + 1] + stage.working[number], remaining[number]))
     return ending
 
 
-def reduced(gradients: Sequence[Reduced], bucket_bytes: int, ending: Sequence[tuple[int, int]]) -> int:
+def reduced(gradients: Sequence[Reduced], bucket_bytes: int, ending: Sequence[Ending]) -> int:
     """Return what the reduction of gradients takes at most, with the activations of the last backward.
 
     A bucket that is summed is the memory of its gradients. One whose rows are scattered is packed into a copy, and its
-    gradients are freed; that copy and what arrives live until the next one is sent.
+    gradients are freed; that copy and what arrives live until the next one is sent, while the backward goes on.
 
     Args:
         gradients: of one rank, in the order of their parameters.
@@ -265,8 +281,11 @@ def reduced(gradients: Sequence[Reduced], bucket_bytes: int, ending: Sequence[tu
     came = carried = rows = 0
     for bucket in sorted(buckets, key=min, reverse=True):
         size = sum(gradients[number].whole for number in bucket)
+        if carried:
+            moments = (unit.moment for unit in ending if unit.before < came + size and came < unit.came)
+            peak = max(peak, now + carried + max(moments, default=0))
         came += size
-        left = next((activations for gradient, activations in ending if gradient >= came), 0)
+        left = next((unit.left for unit in ending if unit.came >= came), 0)
         if gradients[bucket[0]].owned is None:
             peak = max(peak, now + carried + max(gradients[number].whole for number in bucket) + left)
             continue

@@ -54,7 +54,8 @@ class RankMemory(NamedTuple):
             moment: all that the peak has beside the other columns.
         peak: at most at a time on the device, of what is known.
         host: in host memory, at most.
-        together: at most at a time on the device and in host memory, which on a CPU are one memory.
+        together: at most at a time on the device and in host memory, which on a CPU are one memory; with the copies of
+            gathered rows that gloo keeps while they are under way.
     """
 
     rank: int
@@ -180,10 +181,10 @@ class _Estimate:
     # --- parameters ---
 
     def _names(self, rank: int) -> tuple[str, ...]:
-        """The parameters of a rank, each under one of its names."""
+        """The parameters of a rank, each under the first of its names."""
         names: dict[int, str] = {}
         for stage in self._plan.topology.stages_of(rank):
-            for name in self._plan.ownership.parameters[stage]:
+            for name in sorted(self._plan.ownership.parameters[stage], key=self._numbers.__getitem__):
                 names.setdefault(id(self._step.parameters[name]), name)
         return tuple(names.values())
 
@@ -237,7 +238,7 @@ class _Estimate:
         rests = [p for p in held if "parameters" not in p.offloads]
         away = sum(p.whole for p in held if "parameters" in p.offloads)
         parameters = sum(p.rest for p in rests)
-        gathered = self._gathered(rests)
+        gathered, carried = self._gathered(rests)
         gradients = sum(p.owned for p in trained)
         states = sum(p.states.persistent for p in trained if p.states)
         states_away = sum(map(_moved, trained))
@@ -245,14 +246,16 @@ class _Estimate:
         older = gradients if self._step.accumulates else 0
         base = parameters + states - states_away
         arriving, on_both = self._arriving(trained)
-        exchange = self._exchange(trained)
         phases = {
             "schedule": base + gathered + away + older + flight.peak,
             "reduction": base + gathered + older + self._reduction(trained, flight),
-            "update": base + arriving + gradients + max(_update(trained), exchange),
+            "update": base + arriving + gradients + max(_update(trained), self._exchange(trained)),
         }
         in_schedule = phases["schedule"] - flight.peak + flight.together
-        together = max(in_schedule, phases["reduction"], base + gradients + max(on_both, exchange))
+        together = max(
+            max(in_schedule, phases["reduction"]) + carried,
+            base + gradients + max(on_both, self._exchange(trained, copies=1)),
+        )
         known = all(p.states for p in trained) if self._step.states is not None else not trained
         peak = max(phases.values())
         shown = parameters + gradients + states - states_away + (flight.activations or 0)
@@ -268,18 +271,24 @@ class _Estimate:
             together + away + states_away,
         )
 
-    def _gathered(self, rests: Sequence[_Held]) -> int:
-        """Local tensors that are there in a step only; with `reshard_after_forward`, of two layers."""
+    def _gathered(self, rests: Sequence[_Held]) -> tuple[int, int]:
+        """Local tensors that are there in a step only; with `reshard_after_forward`, of two layers.
+
+        Also what the messages of one of these layers hold beside them over gloo: the rows that are sent, and a copy of
+        all that arrive.
+        """
         shared = [p for p in rests if p.rest != p.whole or p.computes]
-        layers: dict[tuple[str, int], int] = {}
+        layers: dict[tuple[str, int], tuple[int, int]] = {}
         other = 0
         for parameter in shared:
-            place = self._layer(parameter.name)
+            place, size = self._layer(parameter.name), parameter.computes or parameter.whole
             if place is None or parameter.shard is None:
-                other += parameter.computes or parameter.whole
+                other += size
             else:
-                layers[place] = layers.get(place, 0) + (parameter.computes or parameter.whole)
-        return other + sum(sorted(layers.values())[-2:])
+                whole, carried = layers.get(place, (0, 0))
+                layers[place] = whole + size, carried + size + parameter.owned
+        wholes = sorted(whole for whole, _ in layers.values())
+        return other + sum(wholes[-2:]), max((carried for _, carried in layers.values()), default=0)
 
     def _layer(self, name: str) -> tuple[str, int] | None:
         """The layer of a parameter that is gathered with its layer."""
@@ -323,11 +332,17 @@ class _Estimate:
         on_both = max(map(sum, zip([0, *working], [*arriving, 0], strict=True)))
         return _two_in_a_row(arriving), on_both
 
-    def _exchange(self, trained: Iterable[_Held]) -> int:
-        """The buckets in which rows of parameters that stay whole are exchanged after the update, two at a time."""
-        exchanged = [p for p in trained if p.shard is not None and p.shard.stage < 3 and not p.computes]
+    def _exchange(self, trained: Sequence[_Held], copies: int = 0) -> int:
+        """The buckets in which rows of parameters that stay whole are exchanged after the update, two at a time.
+
+        Args:
+            trained: the parameters.
+            copies: that a message makes of what arrives, while it is under way.
+        """
+        exchanged = [p for p in self._in_order(trained) if p.shard is not None and p.shard.stage < 3 and not p.computes]
         buckets = _buckets([(p.whole, p) for p in exchanged], self._step.bucket_bytes)
-        return _two_in_a_row([sum(p.whole + p.owned for p in bucket) for bucket in buckets])
+        carried = _two_in_a_row([sum(p.whole + p.owned for p in bucket) for bucket in buckets])
+        return carried + copies * max(sum(p.whole for p in bucket) for bucket in buckets)
 
     # --- activations ---
 
