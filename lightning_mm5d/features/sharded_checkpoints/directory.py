@@ -151,10 +151,7 @@ class DirectoryWriter:
     Attributes:
         path: of the directory.
         folder: where files are written meanwhile.
-        is_lasting: whether tensor files have checksums, and are on the disk when they are closed.
     """
-
-    is_lasting = True
 
     def __init__(self, path: str | os.PathLike[str], save_id: str) -> None:
         self._replacement = Replacement(path, save_id)
@@ -189,8 +186,7 @@ class DirectoryWriter:
     ) -> TensorFileWriter:
         """Return a writer of a tensor file; its name ends in ``.safetensors``."""
         assert name.endswith(TENSOR_SUFFIX)
-        lasts = self.is_lasting
-        return TensorFileWriter(self.folder / name, specs, metadata, flush=lasts, checksums=lasts)
+        return TensorFileWriter(self.folder / name, specs, metadata)
 
     def commit(self, files: Mapping[str, WrittenFile], fields: Mapping[str, Any]) -> None:
         """Write the manifest and give the directory its name.

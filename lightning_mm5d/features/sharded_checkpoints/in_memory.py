@@ -62,7 +62,8 @@ from lightning_mm5d.features.sharded_checkpoints.directory import (
 )
 from lightning_mm5d.features.sharded_checkpoints.sharded_save import Save
 from lightning_mm5d.sharded.collectives import message_device
-from lightning_mm5d.storage.files import WrittenFile, write_whole
+from lightning_mm5d.storage.files import WrittenFile, write_at, write_whole
+from lightning_mm5d.storage.tensor_file import TensorFileWriter
 
 SHARED_MEMORY = Path("/dev/shm")
 _RUN, _RESTARTS = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"  # variables that an agent sets
@@ -153,6 +154,21 @@ def manifests_in(folder: Path) -> dict[str, str]:
     return {path.parent.name: path.read_text() for path in folder.glob(f"*/{MANIFEST}")}
 
 
+class ReusedFile(TensorFileWriter):
+    """Writes over the file of an older checkpoint where there is one, whose memory the system need not find again."""
+
+    @override
+    def __enter__(self) -> ReusedFile:
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        write_at(self._descriptor, bytes(8), 0, self.path)  # no header
+        return self
+
+    @override
+    def _finish(self) -> None:
+        super()._finish()
+        os.ftruncate(self._descriptor, self.written.size)
+
+
 class MemoryWriter(DirectoryWriter):
     """Writes one checkpoint on one node; it has a new name, and counts once it has a manifest.
 
@@ -161,8 +177,6 @@ class MemoryWriter(DirectoryWriter):
         reports: of the save, by which other nodes hear of the manifest.
     """
 
-    is_lasting = False
-
     def __init__(self, folder: Path, reports: RankReports) -> None:
         self.path = self.folder = folder
         self._reports = reports
@@ -170,6 +184,16 @@ class MemoryWriter(DirectoryWriter):
     @override
     def begin(self) -> None:
         """Nothing: each rank makes the folder of its node."""
+
+    @override
+    def tensor_file(
+        self,
+        name: str,
+        specs: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> TensorFileWriter:
+        _reuse(self.folder / name)
+        return ReusedFile(self.folder / name, specs, metadata, flush=False, checksums=False)
 
     @override
     def commit(self, files: Mapping[str, WrittenFile], fields: Mapping[str, Any]) -> None:
@@ -222,12 +246,16 @@ class MemorySave(Save):
 
     @override
     def _conclude(self) -> None:
-        """Add the manifest on the other nodes, and remove what is too old on each."""
+        """Add the manifest on the other nodes, and have the next checkpoint reuse what is too old on each."""
         if not self._nodes.is_first:
             return
         if self._nodes.rank:
             write_whole(self._folder / MANIFEST, self.reports.hear("manifest").encode())
-        _keep_newest(self._folder.parent, KEPT_CHECKPOINTS)
+        checkpoints, spare = self._folder.parent, _spare(self._folder.parent)
+        if len(names := sorted(checkpoints.iterdir())) > KEPT_CHECKPOINTS:
+            shutil.rmtree(spare, ignore_errors=True)
+            names[0].rename(spare)
+        _keep_newest(checkpoints, KEPT_CHECKPOINTS)
 
 
 def exchange_files(folder: Path, names: Sequence[str], after: int, before: int, group: ProcessGroup) -> None:
@@ -259,14 +287,17 @@ def _read(path: Path) -> Iterator[Tensor]:
 
 
 def _written(folder: Path, name: str, size: int) -> Iterator[Tensor]:
-    """Yield memory for the bytes of a new file in parts, and write each once it is filled."""
+    """Yield memory for the bytes of a file in parts, and write each once it is filled."""
     if not is_file_name(name):
         raise CheckpointCorruptError(f"{name!r} is no file of a checkpoint")
-    with (folder / name).open("wb") as file:
+    _reuse(folder / name)
+    (folder / name).touch()
+    with (folder / name).open("r+b") as file:
         for start in range(0, size, _CHUNK_BYTES):
             chunk = torch.empty(min(_CHUNK_BYTES, size - start), dtype=torch.uint8)
             yield chunk
             file.write(chunk.numpy().data)
+        file.truncate()
 
 
 class FileServer(socketserver.ThreadingTCPServer):
@@ -496,6 +527,7 @@ class HostMemory:
         if not failed and self._folder is not None and self._nodes is not None:
             if self._nodes.is_first:
                 _keep_newest(self._folder, 1)
+                shutil.rmtree(_spare(self._folder), ignore_errors=True)
             atexit.register(_end, self._folder, self._nodes)
             if self._group is not None:
                 dist.destroy_process_group(self._group)
@@ -560,6 +592,17 @@ def newest(nodes: Sequence[tuple[Mapping[str, Mapping[str, int]], Mapping[str, s
 def _keep_newest(folder: Path, count: int) -> None:
     for old in sorted(folder.iterdir())[:-count]:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _spare(folder: Path) -> Path:
+    """Return where the files of the checkpoint before the kept ones are, which the next one is written over."""
+    return folder.with_name(f"{folder.name}-spare")
+
+
+def _reuse(path: Path) -> None:
+    """Put an older file in the place of a new one, where there is one."""
+    with suppress(FileNotFoundError):
+        (_spare(path.parent.parent) / path.name).rename(path)
 
 
 def _ended(folder: Path) -> Path:

@@ -11,18 +11,20 @@ import warnings
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_mm5d import ConfigError, MultimodalStrategy, RankLostError
+from lightning_mm5d import CheckpointCorruptError, ConfigError, MultimodalStrategy, RankLostError
 from lightning_mm5d.checkpoint.rank_reports import RankReports
 from lightning_mm5d.features.sharded_checkpoints import in_memory
 from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory, Manifest, encode_manifest
 from lightning_mm5d.features.sharded_checkpoints.in_memory import (
     FileServer,
     HostMemory,
+    MemoryWriter,
     Nodes,
     RemoteFiles,
     agent_folder,
@@ -30,7 +32,7 @@ from lightning_mm5d.features.sharded_checkpoints.in_memory import (
     remove_ended,
 )
 from lightning_mm5d.storage.files import WrittenFile, write_whole
-from lightning_mm5d.storage.tensor_file import TensorFileWriter
+from lightning_mm5d.storage.tensor_file import TensorFile, TensorFileWriter
 from ranks import run_ranks
 
 
@@ -142,6 +144,26 @@ def test_ranks_that_nobody_starts_again_write_nothing_and_say_so(monkeypatch: py
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     with pytest.warns(UserWarning, match="in_memory_every_n_steps does nothing here: torchrun has not started"):
         assert HostMemory(1).newest_checkpoint(Nodes(0, 1, 1), reports) is None
+
+
+@pytest.mark.parametrize("older_bytes", [0, 7, 5000], ids=["none", "a shorter one", "a longer one"])
+def test_files_are_written_over_older_ones(older_bytes: int, tmp_path: Path) -> None:
+    name, spare, folder = "rank-00000.safetensors", tmp_path / "fit-1-spare", tmp_path / "fit-1" / "000000004"
+    folder.mkdir(parents=True)
+    spare.mkdir()
+    older = spare / name
+    if older_bytes:
+        older.write_bytes(b"x" * older_bytes)
+    number = older.stat().st_ino if older_bytes else None
+    numbers = torch.arange(300.0)
+    with MemoryWriter(folder, Mock()).tensor_file(name, {"numbers": (torch.float32, (300,))}) as file:
+        with pytest.raises(CheckpointCorruptError):  # it does not pass for the older one
+            TensorFile(folder / name)
+        file.write("numbers", numbers)
+    assert number in (None, (folder / name).stat().st_ino)
+    assert not older.exists()
+    assert file.written.size == (folder / name).stat().st_size
+    assert torch.equal(TensorFile(folder / name).read("numbers"), numbers)
 
 
 def exchanged(rank: int, folder: Path) -> None:
