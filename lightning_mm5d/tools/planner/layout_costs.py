@@ -9,7 +9,8 @@ A forward has the sums of tensor parallel ranks, the gather of keys and values o
 the simulated step. Gradients are summed while the last backward runs, and rows of parameters are gathered before the
 step or after it, as the engine does. Each microbatch adds its gradients to those before, of which experts are taken to
 be most where layers have them. The update takes as long as the bytes that its operations read and write. The
-embedding's and the head's sums take no time.
+embedding's and the head's sums take no time. Later stages of the language model run the user's step up to its first
+layer again.
 
 A message of n bytes takes ``alpha + n * beta`` seconds: alpha is the latency of a link, beta one over its bandwidth.
 There are two classes of links, inside a node and between nodes; a group that spans nodes goes at the pace of the
@@ -246,7 +247,8 @@ class LayoutCosts:
                 *others, last = again[span_of(cut, cuts)]
                 stage = plan.topology.stage_of[cut.name]
                 taken = sum(link.taken(size) for edge, (link, size) in messages.items() if stage in edge)
-                units[cut.name] = (*others, _with_messages(last, taken * width))
+                repeats = cut.index and name == plan.partition.loss_modality  # the step up to its first layer
+                units[cut.name] = (*others, _with_more(last, taken * width, row[0].forward if repeats else 0.0))
         modalities = {name: replace(modality, cost=None) for name, modality in plan.modalities.items()}
         return replace(plan, modalities=modalities, partition=replace(plan.partition, units=units))
 
@@ -335,9 +337,9 @@ class LayoutCosts:
         return messages
 
 
-def _with_messages(unit: Unit, taken: float) -> Unit:
-    """The unit of a stage whose messages take so long of its forward, and as long of its backward."""
-    forward = unit.forward + taken
+def _with_more(unit: Unit, taken: float, repeated: float) -> Unit:
+    """The unit of a stage whose messages take so long of its forward and its backward, and which repeats a forward."""
+    forward = unit.forward + taken + repeated
     recomputed, backward = unit.recomputed * unit.forward, unit.backward * unit.forward + taken
     return replace(unit, forward=forward, recomputed=recomputed / forward, backward=backward / forward)
 

@@ -93,8 +93,9 @@ def measure(
 ) -> dict[str, list[Measured]]:
     """Run the step of the module a few times; return the seconds of each unit, by modality.
 
-    The units before and after the layers of a modality are measured together, and get shares of that time by their
-    estimates. Gradients are added up, as those of microbatches are, and dropped in the end.
+    What comes before the first layer of a modality is one unit, and all else around its layers another; their backwards
+    are measured together, and get shares of that time by their estimates. Gradients are added up, as those of
+    microbatches are, and dropped in the end.
 
     Args:
         module: the full module, on the device that is to be measured.
@@ -115,9 +116,9 @@ def measure(
             parameter.grad = None
         warnings.simplefilter("ignore")  # `self.log` warns without a trainer
         for _ in range(_WARMUP + _RUNS):
-            clock.spent = {}
+            clock.spent, clock.begun = {}, {}
             result = clock.time("step", module.training_step, *arguments)
-            forwards.append({name: _row(name, row, model, clock.spent) for name, row in rows.items()})
+            forwards.append({name: _row(name, row, model, clock) for name, row in rows.items()})
             spent = clock.backward(_loss_of(result))
             backwards.append({name: _shared(row, *_backward_of(name, row, model, spent)) for name, row in rows.items()})
     forward, backward = medians(forwards[_WARMUP:]), medians(backwards[_WARMUP:])
@@ -130,22 +131,27 @@ def _loss_of(result: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) and loss.requires_grad else None
 
 
-def _row(name: str, row: Sequence[Unit], model: Structure, spent: Mapping[Any, float]) -> list[float]:
-    """The seconds of one modality's units; keys of `spent` are modality, (modality, layer index) and ``"step"``."""
+def _row(name: str, row: Sequence[Unit], model: Structure, clock: _Clock) -> list[float]:
+    """The seconds of one modality's units; keys of the clock are modality, (modality, layer index) and ``"step"``."""
+    spent, begun = clock.spent, clock.begun
     layers = [spent.get((name, index), 0.0) for index in range(len(row) - 2)]
-    total = spent.get(name, 0.0)
-    if name == model.loss_modality:
-        total = spent["step"] - sum(spent.get(other, 0.0) for other in model.encoders)
+    key, inside = (name, ()) if name != model.loss_modality else ("step", tuple(model.encoders))
+    total = spent.get(key, 0.0) - sum(spent.get(other, 0.0) for other in inside)
     if not total:
         rule = "It does not run in the first microbatch, so its time cannot be measured"
         raise ConfigError(f"modalities.{name}", name, rule, "Use data in which every sample has all modalities")
-    return _shared(row, max(total - sum(layers), 0.0), layers)
+    around, first = max(total - sum(layers), 0.0), begun.get((name, 0))
+    if first is None:
+        return _shared(row, around, layers)
+    earlier = (spent[other] for other in inside if begun.get(other, first) < first)
+    before = min(max(first - begun[key] - sum(earlier), 0.0), around)
+    return [before, *layers, around - before]
 
 
 def _backward_of(
     name: str, row: Sequence[Unit], model: Structure, spent: Mapping[Any, float]
 ) -> tuple[float, Sequence[float]]:
-    """The seconds of one modality's backward around its layers, and of each of them; keys of `spent` as of `_row`."""
+    """The seconds of one modality's backward around its layers, and of each of them; keys of `spent` as in `_row`."""
     layers = [spent.get((name, index), 0.0) for index in range(len(row) - 2)]
     return spent.get(name, 0.0) + (spent.get("step", 0.0) if name == model.loss_modality else 0.0), layers
 
@@ -158,10 +164,16 @@ def _shared(row: Sequence[Unit], around: float, layers: Sequence[float]) -> list
 
 
 class _Clock:
-    """Adds up the seconds of calls by key, and then those of the backwards of what they returned."""
+    """Adds up the seconds of calls by key, and then those of the backwards of what they returned.
+
+    Attributes:
+        spent: seconds of calls, by key.
+        begun: when the first of them began.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.spent: dict[Any, float] = {}
+        self.begun: dict[Any, float] = {}
         self._device = device
         self._running: list[Any] = []
         self._watched: dict[int, Tensor] = {}
@@ -177,6 +189,7 @@ class _Clock:
         self._ends(around, (args, kwargs))
         self._running.append(key)
         start = self._now()
+        self.begun.setdefault(key, start)
         try:
             result = function(*args, **kwargs)
         finally:

@@ -37,6 +37,7 @@ class Tower(nn.Module):
         self.head = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.01)
         for layer in self.layers:
             x = layer(x)
         time.sleep(0.02)
@@ -66,9 +67,9 @@ def test_each_unit_gets_the_time_that_it_takes() -> None:
         name: [one.forward for one in row] for name, row in measure(module, torch.ones(1, 2), found, rows).items()
     }
     # sleeping takes at least as long as it was told to
-    for name, expected in (("vision", [0, 0.01, 0.03, 0.02]), ("language", [0, 0.02, 0.04, 0.02])):
+    for name, expected in (("vision", [0.01, 0.01, 0.03, 0.02]), ("language", [0.01, 0.02, 0.04, 0.02])):
         assert all(got >= told for got, told in zip(seconds[name], expected, strict=True)), seconds
-        assert seconds[name][0] == 0.0  # nothing with parameters runs before the layers
+        assert seconds[name][0] < 0.07  # before the layers, and without the encoder
 
 
 class _Sleep(torch.autograd.Function):
