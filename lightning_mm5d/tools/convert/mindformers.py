@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
-from lightning_mm5d.config.features import check_features
-from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.tools.convert.knobs import (
     Conversion,
     Draft,
@@ -388,11 +386,7 @@ def _convert_copies(draft: Draft, stages: int) -> None:
 
 def _interleaves(draft: Draft, name: str, count: int, total: int) -> bool:
     """Say `interleaved_microbatches` where it goes with the other fields and divides the number of microbatches."""
-
-    def check(modality: Modality) -> None:
-        check_features({"modalities": {"model": modality}, "num_microbatches": total})
-
-    accepted = draft.accepts(name, check, interleaved_microbatches=count)
+    accepted = draft.accepts(name, {"interleaved_microbatches": count}, num_microbatches=total)
     if accepted:
         draft.put(name, "modality.pipeline.interleaved_microbatches", count)
     return accepted
