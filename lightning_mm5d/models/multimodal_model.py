@@ -150,10 +150,7 @@ class Placeholders:
             done.record()
         return embeds + wrong, features
 
-    def __deepcopy__(self, memo: Any) -> Placeholders:
-        return Placeholders()
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
+    def __reduce__(self) -> tuple[type, tuple[()]]:  # copies and pickles have nothing to compare
         return Placeholders, ()
 
 
