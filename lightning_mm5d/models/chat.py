@@ -303,7 +303,7 @@ class MessagesFile(Sequence[dict[str, Any]]):
             raise ConfigError("path", str(path), "Conversations are read from a JSONL file", "Check the path")
         with self.path.open("rb") as file:
             self._is_array = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
-        self._rows = self._array() if self._is_array else []
+        self._rows: list[Any] = list(_parsed(self.path.read_bytes(), str(self.path))) if self._is_array else []
         self._places = [] if self._is_array else list(self._lines())
         if not len(self):
             raise ConfigError("path", str(path), "A file of conversations has at least one row", "Check the file")
@@ -345,10 +345,6 @@ class MessagesFile(Sequence[dict[str, Any]]):
             for kind, column in costs.items():
                 column.append(counts[kind])
         return costs
-
-    def _array(self) -> list[Any]:
-        rows = _parsed(self.path.read_bytes(), str(self.path))
-        return list(rows)
 
     def _lines(self) -> Iterator[tuple[int, int]]:
         place = 0
