@@ -18,7 +18,8 @@ import importlib
 import math
 import re
 import wave
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ def read_item(value: Any, *, sampling_rate: int | None = None, frames: int | Non
         raise ConfigError("file", str(value), "An item is a file on this machine", fix)
     ending = path.suffix.lower()
     if ending == ".npy":
-        return _read_array(path)
+        with _read_as(path, "numpy cannot read it as an array", ValueError):
+            return np.load(path, allow_pickle=False)
     if ending in SOUNDS:
         return read_sound(path, sampling_rate)
     return _read_video(path, frames) if ending in VIDEOS else read_image(path)
@@ -138,12 +140,9 @@ def read_image(path: Path) -> Any:
     """
     image = _package("PIL.Image", "pillow", "vision", path)
     turned = importlib.import_module("PIL.ImageOps").exif_transpose
-    try:
-        with image.open(path) as opened:
-            return turned(opened).convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
-        rule = f"Pillow cannot read it as an image ({error})"
-        raise ConfigError("file", str(path), rule, "Check the file") from error
+    errors = (OSError, ValueError, SyntaxError)
+    with _read_as(path, "Pillow cannot read it as an image", *errors), image.open(path) as opened:
+        return turned(opened).convert("RGB")
 
 
 def read_sound(path: Path, sampling_rate: int | None = None) -> np.ndarray:
@@ -156,11 +155,8 @@ def read_sound(path: Path, sampling_rate: int | None = None) -> np.ndarray:
         samples, rate = _read_wave(path)
     except (wave.Error, EOFError):
         soundfile = _package("soundfile", "soundfile", "audio", path)
-        try:
+        with _read_as(path, "soundfile cannot read it as a sound", soundfile.LibsndfileError):
             samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
-        except soundfile.LibsndfileError as error:
-            rule = f"soundfile cannot read it as a sound ({error})"
-            raise ConfigError("file", str(path), rule, "Check the file") from error
     sound = torch.from_numpy(np.ascontiguousarray(samples.mean(axis=1), dtype=np.float32))
     return resampled(sound, rate, sampling_rate or rate).numpy()
 
@@ -200,11 +196,13 @@ def spaced(count: int, most: int | None) -> list[int]:
     return [(2 * index + 1) * count // (2 * most) for index in range(most)]
 
 
-def _read_array(path: Path) -> np.ndarray:
+@contextmanager
+def _read_as(path: Path, rule: str, *errors: type[Exception]) -> Iterator[None]:
+    """Refuse a file where what reads it raises one of `errors`."""
     try:
-        return np.load(path, allow_pickle=False)
-    except ValueError as error:
-        raise ConfigError("file", str(path), f"numpy cannot read it as an array ({error})", "Check the file") from error
+        yield
+    except errors as error:
+        raise ConfigError("file", str(path), f"{rule} ({error})", "Check the file") from error
 
 
 def _read_wave(path: Path) -> tuple[np.ndarray, int]:
@@ -231,15 +229,12 @@ def _frames_in(path: Path, frames: int | None) -> list[Path]:
 
 def _read_video(path: Path, frames: int | None) -> list[Any]:
     av = _package("av", "av", "video", path)
-    try:
+    with _read_as(path, "PyAV cannot read it as a video", OSError, ValueError, IndexError):
         with av.open(str(path)) as opened:
             count = opened.streams.video[0].frames  # as its header says, if it does
         images, decoded = _decoded(av, path, spaced(count, frames))
         if decoded != count:
             images, _ = _decoded(av, path, spaced(decoded, frames))
-    except (OSError, ValueError, IndexError) as error:
-        rule = f"PyAV cannot read it as a video ({error})"
-        raise ConfigError("file", str(path), rule, "Check the file") from error
     return images
 
 
