@@ -453,20 +453,18 @@ class ModalityEncoder(nn.Module):
 
     def _projected_frames(self, rows: Tensor, sizes: list[ItemSize]) -> tuple[Tensor, list[int]]:
         """Call the projector once for all frames of one size; the frames keep their order."""
+        assert self.projector is not None
+        is_own = self.projector_config is None
         frames = [ItemSize(size.length // size.frames, size.grid) for size in sizes for _ in range(size.frames)]
         parts, projected = rows.split([frame.length for frame in frames]), dict[int, Tensor]()
         for size in dict.fromkeys(frames):
             members = [index for index, other in enumerate(frames) if other == size]
-            results = self._project(torch.stack([parts[index] for index in members]), size)
+            features = torch.stack([parts[index] for index in members])
+            results = self.projector(features) if is_own else self.projector(features, size.grid)
             projected |= dict(zip(members, results, strict=True))
         ordered = [projected[index] for index in range(len(frames))]
         counts = iter(map(len, ordered))
         return torch.cat(ordered), [sum(next(counts) for _ in range(size.frames)) for size in sizes]
-
-    def _project(self, features: Tensor, size: ItemSize) -> Tensor:
-        assert self.projector is not None
-        is_own = self.projector_config is None
-        return self.projector(features) if is_own else self.projector(features, size.grid)
 
     def described(self) -> dict[str, Any]:
         """Return the entry of `MultimodalConfig.encoders`."""
