@@ -16,7 +16,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -472,14 +472,11 @@ def _parameters(path: str) -> list[str]:
     if module.startswith("lightning.") and module not in sys.modules:
         return []
     try:
-        return [each for each in _signature(getattr(importlib.import_module(module), name)) if each != "self"]
+        constructor = getattr(importlib.import_module(module), name).__init__
+        parameters = inspect.signature(constructor).parameters.values()
     except (ImportError, AttributeError, TypeError, ValueError):
         return []
-
-
-def _signature(cls: type) -> Iterable[str]:
-    parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
-    return [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    return [each.name for each in parameters if each.name != "self" and each.kind is not each.VAR_KEYWORD]
 
 
 FIELD = "--model"
