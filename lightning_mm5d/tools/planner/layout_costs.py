@@ -231,11 +231,9 @@ class LayoutCosts:
 
     # --- a step ---
 
-    def timed(self, plan: Plan, samples: float) -> Plan:
-        """Return the plan with its units in seconds."""
-        return self._timed(plan, samples, self._messages(plan, samples))
-
-    def _timed(self, plan: Plan, samples: float, messages: _Messages) -> Plan:
+    def timed(self, plan: Plan, samples: float, messages: _Messages | None = None) -> Plan:
+        """Return the plan with its units in seconds; `messages` are those between its stages, where they are known."""
+        messages = self._messages(plan, samples) if messages is None else messages
         units: dict[StageKey, tuple[Unit, ...]] = {}
         for name, cuts in plan.partition.stages.items():
             modality = plan.modalities[name]
@@ -261,7 +259,7 @@ class LayoutCosts:
             played: of these, how many are simulated; the busiest rank does the rest at its pace.
         """
         messages, trained = self._messages(plan, samples), self.step.trainable
-        timed = self._timed(plan, samples, messages)
+        timed = self.timed(plan, samples, messages)
         graph, actions = timed.graphs.schedule(schedule, played, trained, rank=0)
         simulation = simulate(actions, graph, transfer_cost=self._transfers(plan, messages))
         ends, gathers = [0.0], [0.0]
