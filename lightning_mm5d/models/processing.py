@@ -116,11 +116,9 @@ class MultimodalProcessor:
         if not tokenizer.is_fast:
             rule = "What the assistant says is found by the places of tokens, which fast tokenizers alone tell"
             raise ConfigError("tokenizer", type(tokenizer).__name__, rule, "Load it by AutoTokenizer")
-        for name in {*processors, *(tokens or {})} ^ set(self.config.encoders):
-            known = ", ".join(self.config.encoders)
-            rule = f"There is one processor for each modality of the model: {known}"
-            if name not in processors or name not in self.config.encoders:
-                raise ConfigError("processors", sorted(processors), rule, f"Add or remove {name!r}")
+        if others := {*processors, *(tokens or {})} ^ set(self.config.encoders):
+            rule = f"There is one processor for each modality of the model: {', '.join(self.config.encoders)}"
+            raise ConfigError("processors", sorted(processors), rule, f"Add or remove {min(others)!r}")
         self.tokenizer, self.frames = tokenizer, frames
         self.processors: dict[str, Processor] = {n: plain_processor(n, p) for n, p in processors.items()}
         self.tokens = {name: (tokens or {}).get(name, f"<|{name}|>") for name in processors}
