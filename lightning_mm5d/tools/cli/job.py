@@ -20,8 +20,8 @@ import runpy
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -230,14 +230,9 @@ def _in_full(option: str) -> str:
     return f"--trainer.strategy.init_args.{option[2:]}" if short else option
 
 
-@contextmanager
-def _importable(folders: Sequence[Path]) -> Generator[None, None, None]:
-    before = list(sys.path)
-    sys.path[:0] = [str(folder.resolve()) for folder in folders]
-    try:
-        yield
-    finally:
-        sys.path[:] = before
+def _importable(folders: Sequence[Path]) -> AbstractContextManager[Any]:
+    """A context in which modules are found in these folders first."""
+    return patch.object(sys, "path", [*(str(folder.resolve()) for folder in folders), *sys.path])
 
 
 class _Finished(BaseException):
