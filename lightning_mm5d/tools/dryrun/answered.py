@@ -188,7 +188,6 @@ class UnknownPayloadError(Exception):
 
     def __init__(self, edge: Edge) -> None:
         super().__init__(f"nothing is known of what {edge[0]} sends to {edge[1]}")
-        self.edge = edge
 
 
 class AnsweredTransport:
@@ -206,8 +205,7 @@ class AnsweredTransport:
     """
 
     is_ordered = False
-    bytes_required = bytes_sent = unsent = due = 0
-    waited = 0.0
+    bytes_sent = unsent = due = 0
 
     def __init__(self, plan: Plan, rank: int, hollow: HollowTensors, messages: Messages, records: Records) -> None:
         self.sent: defaultdict[Edge, list[Sent]] = defaultdict(list)
