@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -204,8 +204,8 @@ class LayoutCosts:
 
     def _unit(self, unit: Unit, use: UnitUse, two: UnitUse, modality: Modality, factor: float, scale: Measured) -> Unit:
         tp, cp, ep = modality.tp_size, modality.cp_size, modality.ep_size
-        named = [each.name for each in fields(Work)]
-        work = Work(*(_on_ranks(getattr(use.work, n), getattr(two.work, n), tp) * factor for n in named))
+        works = zip(astuple(use.work), astuple(two.work), strict=True)
+        work = Work(*(_on_ranks(single, of_two, tp) * factor for single, of_two in works))
         within, block, beyond = (self.cluster.link(range(size)) for size in (tp, tp * cp, tp * ep))
         sums = {p.source: p.input for p in two.products if p.kind == "column" and p.passes}
         results = [p.output for p in two.products if p.kind == "row"]
