@@ -60,20 +60,40 @@ def sketched_plan(layout: Layout, modalities: Mapping[str, Modality], *, v_shape
         for name, modality in modalities.items()
     }
     cuts = [cut for several in stages.values() for cut in several]
-    partition = Partition(
-        loss_modality=layout.loss_modality,
-        encoders={name: Encoder(owns=(), boundaries=()) for name in modalities if name != layout.loss_modality},
-        layers=dict.fromkeys(modalities),
-        parts=dict.fromkeys(modalities, Parts()),
-        stages=stages,
-        owners={cut.name: (cut.name,) for cut in cuts},
-        units={cut.name: (Unit.of({cut.name: 1.0}, _recomputed(modalities[cut.modality], cut.index)),) for cut in cuts},
-    )
+    units = {cut.name: (Unit.of({cut.name: 1.0}, _recomputed(modalities[cut.modality], cut.index)),) for cut in cuts}
     costed = {
         name: modality if modality.cost is not None else replace(modality, cost=1.0)
         for name, modality in modalities.items()
     }
-    return Plan(layout, partition, costed, dict.fromkeys(partition.owners, 1), v_shaped=v_shaped)
+    return replace(plan_of_stages(layout, costed, stages, units), v_shaped=v_shaped)
+
+
+def plan_of_stages(
+    layout: Layout,
+    modalities: Mapping[str, Modality],
+    stages: Mapping[str, tuple[StageCut, ...]],
+    units: Mapping[StageKey, tuple[Unit, ...]],
+    late: Collection[str] = (),
+) -> Plan:
+    """Return the plan of a run without a model, whose parameters are those of its units, of one element each.
+
+    Args:
+        layout: which rank is where.
+        modalities: the configuration.
+        stages: of each modality.
+        units: of each stage.
+        late: encoders whose result the loss modality uses after its last layer.
+    """
+    partition = Partition(
+        loss_modality=layout.loss_modality,
+        encoders={name: Encoder((), (), used_late=name in late) for name in modalities if name != layout.loss_modality},
+        layers=dict.fromkeys(modalities),
+        parts=dict.fromkeys(modalities, Parts()),
+        stages=stages,
+        owners={name: (stage,) for stage, row in units.items() for unit in row for name in unit.costs},
+        units=units,
+    )
+    return Plan(layout, partition, modalities, dict.fromkeys(partition.owners, 1))
 
 
 def _recomputed(modality: Modality, stage: int) -> float:
