@@ -38,6 +38,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     get_scheduler,
 )
@@ -116,7 +117,8 @@ class ModelSource:
         settings = {"dtype": self.dtype, "attn_implementation": self.attn_implementation}
         options: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
         if self.pretrained is not None:
-            return lightning_mm5d.from_pretrained(_class_of(self.pretrained), self.pretrained, **options)
+            cls = named_class(AutoConfig.from_pretrained(self.pretrained)) or AutoModelForImageTextToText
+            return lightning_mm5d.from_pretrained(cls, self.pretrained, **options)
         assert self.language_model is not None
         encoders = {name: encoder.model for name, encoder in self.encoders.items()}
         projectors = {name: encoder.projector for name, encoder in self.encoders.items()}
@@ -152,14 +154,10 @@ def _part_processor(folder: str) -> Any:
         return AutoFeatureExtractor.from_pretrained(folder)
 
 
-def _class_of(folder: str) -> Any:
-    """The class that a saved model names, where transformers has it."""
-    config = AutoConfig.from_pretrained(folder)
-    for name in config.architectures or ():
-        cls = getattr(transformers, name, None)
-        if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
-            return cls
-    return AutoModelForImageTextToText
+def named_class(config: PreTrainedConfig) -> Any:
+    """Return the class that the configuration of a saved model names; None where transformers has none of its names."""
+    classes = (getattr(transformers, str(name), None) for name in config.architectures or ())
+    return next((cls for cls in classes if isinstance(cls, type) and issubclass(cls, PreTrainedModel)), None)
 
 
 class MultimodalModule(L.LightningModule):
