@@ -45,7 +45,7 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.recipes.data import MultimodalDataModule
 from lightning_mm5d.recipes.module import MultimodalModule
 from lightning_mm5d.strategy import MultimodalStrategy
-from lightning_mm5d.tools.cli.configuration import Source, check_early, devices, one_line, read_configuration
+from lightning_mm5d.tools.cli.configuration import Source, check_early, devices, has_class, one_line, read_configuration
 from lightning_mm5d.trainer.construction import configured, made_construction
 from lightning_mm5d.trainer.validation import check_package
 
@@ -79,14 +79,10 @@ def command_line(contents: Sequence[Mapping[str, Any]], options: Sequence[str] =
         contents: of its files.
         options: that lie on top of them.
     """
-    named = {
-        key: any(isinstance(content.get(key), str) or "class_path" in (content.get(key) or {}) for content in contents)
-        or any(option.split("=")[0] in (f"--{key}", f"--{key}.class_path") for option in options)
-        for key in ("model", "data")
-    }
+    names_model, names_data = (has_class(key, contents, options) for key in ("model", "data"))
     has_data = any("data" in content for content in contents) or any(option.startswith("--data.") for option in options)
-    module = None if named["model"] else MultimodalModule
-    data = None if named["data"] or (named["model"] and not has_data) else MultimodalDataModule
+    module = None if names_model else MultimodalModule
+    data = None if names_data or (names_model and not has_data) else MultimodalDataModule
     return partial(RecipeCLI, module, data, save_config_kwargs={"overwrite": True})
 
 
