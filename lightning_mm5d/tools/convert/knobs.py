@@ -56,9 +56,9 @@ class Knob:
     rule: bool = False
 
 
-def same(name: str, ours: str, about: str = "", *, neutral: tuple[Any, ...] = ()) -> Knob:
+def same(name: str, ours: str, *, neutral: tuple[Any, ...] = ()) -> Knob:
     """A knob whose value one field of ours takes as it is."""
-    return Knob(name, (ours,), "mapped", about, neutral)
+    return Knob(name, (ours,), "mapped", "", neutral)
 
 
 def ruled(name: str, ours: str, about: str, *, neutral: tuple[Any, ...] = ()) -> Knob:
@@ -158,7 +158,7 @@ class Draft:
                 self.leave(name, "always", "It asks for nothing")
             elif knob.effect == "mapped" and not knob.rule:
                 self._refuse_another(name, knob.ours[0])
-                self.put(name, knob.ours[0], got, knob.about)
+                self.put(name, knob.ours[0], got)
             elif not knob.rule:
                 self.leave(name, knob.effect, knob.about)
 
