@@ -94,7 +94,7 @@ def projected_length(config: ProjectorConfig, length: int, grid: Grid) -> int:
         ConfigError: the kind needs a grid that it can cut into squares, and there is none.
     """
     if config.kind == "pixel_shuffle":
-        height, width = _grid(config, length, grid, config.factor)
+        height, width = _grid(length, grid, config.factor)
         return (height // config.factor) * (width // config.factor)
     if config.kind == "average_pool":
         if grid is None:
@@ -150,7 +150,7 @@ class PixelShuffleProjector(Projector):
         """(N, H * W, D) -> (N, H / factor * W / factor, E)."""
         items, length, width = features.shape
         factor = self.config.factor
-        rows, columns = _grid(self.config, length, grid, factor)
+        rows, columns = _grid(length, grid, factor)
         squares = features.view(items, rows // factor, factor, columns // factor, factor, width)
         return super().forward(squares.transpose(2, 3).reshape(items, length // factor**2, factor**2 * width))
 
@@ -247,7 +247,7 @@ class QueryFormerMLP(nn.Module):
         return self.fc2(self.activation(self.fc1(hidden)))
 
 
-def _grid(config: ProjectorConfig, length: int, grid: Grid, factor: int) -> tuple[int, int]:
+def _grid(length: int, grid: Grid, factor: int) -> tuple[int, int]:
     """The grid of an item's patches, a square where none is given."""
     side = math.isqrt(length)
     height, width = grid or (side, side)
