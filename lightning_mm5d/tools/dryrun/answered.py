@@ -148,11 +148,8 @@ def answered(messages: Messages, results: Callable[[], Iterable[Tensor]]) -> Gen
         return AnsweredGroup(options, messages, results)
 
     dist.Backend.register_backend(BACKEND, make_group, extended_api=True, devices=["cpu"])
-    gloo, agree = (
-        patch.object(dist, "get_backend_config", lambda group=None: "cpu:gloo"),
-        patch.object(Agreement, "check"),
-    )
-    with gloo, agree:
+    gloo = patch.object(dist, "get_backend_config", lambda group=None: "cpu:gloo")
+    with gloo, patch.object(Agreement, "check"):
         try:
             yield
         finally:
@@ -264,16 +261,14 @@ class AnsweredTransport:
     ) -> tuple[Any, list[Tensor]]:
         """What the bridge of the sender gives a channel."""
         numbers = [index for index, has in enumerate(sent.meta["grads"]) if has] if back else [*range(len(sent.forms))]
-        tensors = [self._hollow_tensor(*sent.forms[number]) for number in numbers]
+        forms = [sent.forms[number] for number in numbers]
+        tensors = [self._hollow.of(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in forms]
         shards = frozenset(place for place, number in enumerate(numbers) if number in sent.shards)
         meta = {"missing": []} if back else sent.meta
         catcher = _Catcher(channel.dst_rank)
         bridges = Bridges(self._plan, catcher, channel.src_rank, {})  # type: ignore[arg-type]
         bridges.between(first, last, sent.place, back).send(meta, tensors, shards, UNKNOWN, sent.place)
         return catcher.payload
-
-    def _hollow_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self._hollow.of(torch.empty(shape, dtype=dtype, device="meta"))
 
     def flush(self) -> None:
         """Everything has left."""

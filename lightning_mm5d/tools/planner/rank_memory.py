@@ -187,9 +187,6 @@ class _Estimate:
                 names.setdefault(id(self._step.parameters[name]), name)
         return tuple(names.values())
 
-    def _held(self, rank: int) -> list[_Held]:
-        return [self._parameter(name, rank) for name in self._names(rank)]
-
     def _parameter(self, name: str, rank: int) -> _Held:
         plan, step = self._plan, self._step
         parameter, shape = step.parameters[name], self._shards.local_shape(name, rank)
@@ -232,7 +229,7 @@ class _Estimate:
     # --- a rank ---
 
     def _rank(self, rank: int) -> RankMemory:
-        held = self._held(rank)
+        held = [self._parameter(name, rank) for name in self._names(rank)]
         trained = [p for p in held if p.trained]
         rests = [p for p in held if "parameters" not in p.offloads]
         away = sum(p.whole for p in held if "parameters" in p.offloads)
@@ -339,15 +336,13 @@ class _Estimate:
             self._schedules[replicas] = plan.graphs.schedule(step.schedule, count, step.trainable, rank=rank)
         graph, schedule = self._schedules[replicas]
         actions = plan.topology.actions_of(rank, schedule, count)
-        stages = {key: self._stage(key, rank, graph) for key in plan.topology.stages_of(rank)}
-        return flown(actions, stages)
+        stages = plan.topology.stages_of(rank)
+        for key in stages:
+            if key not in self._stages:
+                self._stages[key] = self._stage(key, rank, graph.has_backward(key))
+        return flown(actions, {key: self._stages[key] for key in stages})
 
-    def _stage(self, key: StageKey, rank: int, graph: Graph) -> StageFlight:
-        if key not in self._stages:
-            self._stages[key] = self._stage_flight(key, rank, graph.has_backward(key))
-        return self._stages[key]
-
-    def _stage_flight(self, key: StageKey, rank: int, has_backward: bool) -> StageFlight:
+    def _stage(self, key: StageKey, rank: int, has_backward: bool) -> StageFlight:
         plan, step = self._plan, self._step
         cuts = {cut.name: cut for cuts in plan.partition.stages.values() for cut in cuts}
         members = plan.topology.members[key]
