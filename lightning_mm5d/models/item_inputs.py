@@ -55,8 +55,8 @@ def read_item(value: Any, *, sampling_rate: int | None = None, frames: int | Non
     Raises:
         ConfigError: there is no such file, or nothing installed can decode it.
     """
-    if isinstance(value, list | tuple) and value and all(isinstance(part, str | Path) for part in value):
-        return [read_image(Path(value[at])) for at in spaced(len(value), frames)]
+    if (files := _frames_of(value, frames)) is not None:
+        return [read_image(file) for file in files]
     if isinstance(value, Mapping) and "array" in value:
         sound = torch.as_tensor(np.asarray(value["array"], dtype=np.float32))
         rate = int(value["sampling_rate"])
@@ -64,8 +64,6 @@ def read_item(value: Any, *, sampling_rate: int | None = None, frames: int | Non
     if not isinstance(value, str | Path):
         return value
     path = Path(value)
-    if path.is_dir():
-        return [read_image(file) for file in _frames_in(path, frames)]
     if not path.is_file():
         remote = re.match(r"[a-z0-9]+://", str(value))
         fix = "Download it first" if remote else "Check the path; relative ones start at the folder of the data file"
@@ -90,22 +88,19 @@ def blank_of(value: Any, *, sampling_rate: int | None = None, frames: int | None
     Returns:
         Of an image, a wav file, and frames in a folder or a list; None where nothing but decoding tells the form.
     """
-    if isinstance(value, list | tuple) and value and all(isinstance(part, str | Path) for part in value):
-        files = [Path(value[at]) for at in spaced(len(value), frames)]
-    elif isinstance(value, str | Path) and Path(value).is_dir():
-        files = _frames_in(Path(value), frames)
-    elif not isinstance(value, str | Path) or not Path(value).is_file() or Path(value).suffix.lower() in _UNTOLD:
-        return None
-    elif Path(value).suffix.lower() == ".wav":
-        return _blank_sound(Path(value), sampling_rate)
-    else:
+    files = _frames_of(value, frames)
+    is_one = files is None
+    if files is None:
+        if not isinstance(value, str | Path) or not Path(value).is_file() or Path(value).suffix.lower() in _UNTOLD:
+            return None
+        if Path(value).suffix.lower() == ".wav":
+            return _blank_sound(Path(value), sampling_rate)
         files = [Path(value)]
     sizes = [_image_size(file) for file in files]
     if None in sizes:
         return None
     new = importlib.import_module("PIL.Image").new
     blanks = [new("RGB", size) for size in sizes]
-    is_one = isinstance(value, str | Path) and not Path(value).is_dir()
     return (is_one, *sizes), blanks[0] if is_one else blanks
 
 
@@ -219,11 +214,18 @@ def _read_wave(path: Path) -> tuple[np.ndarray, int]:
     return whole.reshape(-1, channels) / float(2 ** (8 * width - 1)), rate
 
 
-def _frames_in(path: Path, frames: int | None) -> list[Path]:
-    files = [file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")]
-    files.sort(key=lambda file: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", file.name)])
-    if not files:
-        raise ConfigError("file", str(path), "A folder that is a video holds its frames as images", "Check the path")
+def _frames_of(value: Any, frames: int | None) -> list[Path] | None:
+    """The images of a video that is a list of paths or a folder; None for anything else."""
+    if isinstance(value, list | tuple) and value and all(isinstance(part, str | Path) for part in value):
+        files = [Path(part) for part in value]
+    elif isinstance(value, str | Path) and Path(value).is_dir():
+        files = [file for file in Path(value).iterdir() if file.is_file() and not file.name.startswith(".")]
+        files.sort(key=lambda file: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", file.name)])
+        if not files:
+            rule = "A folder that is a video holds its frames as images"
+            raise ConfigError("file", str(Path(value)), rule, "Check the path")
+    else:
+        return None
     return [files[at] for at in spaced(len(files), frames)]
 
 
