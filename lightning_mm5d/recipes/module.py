@@ -22,6 +22,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -470,13 +471,9 @@ def targets(batch: Mapping[str, Any]) -> list[Tensor]:
 def _last_answer(labels: Tensor) -> tuple[int, int]:
     """Where the last stretch of labelled tokens starts and stops; at the end where there is none."""
     counted = (labels != IGNORED).tolist()
-    stop = len(counted)
-    while stop and not counted[stop - 1]:
-        stop -= 1
-    start = stop
-    while start and counted[start - 1]:
-        start -= 1
-    return (start, stop) if stop else (len(counted), len(counted))
+    stretches = groupby(range(len(counted)), key=counted.__getitem__)
+    answers = [list(places) for is_counted, places in stretches if is_counted]
+    return (answers[-1][0], answers[-1][-1] + 1) if answers else (len(counted), len(counted))
 
 
 def exact(tokenizer: Any, answer: Tensor, target: Tensor) -> dict[str, Any]:
