@@ -150,10 +150,7 @@ class Outcome:
 
 
 def compare(
-    graph: Graph | Callable[[AnySchedule], Graph],
-    schedules: Iterable[AnySchedule] = SCHEDULES,
-    *,
-    transfer_cost: float | Callable[[StageKey, StageKey], float] = 0.0,
+    graph: Graph | Callable[[AnySchedule], Graph], schedules: Iterable[AnySchedule] = SCHEDULES
 ) -> list[Outcome]:
     """Builds and simulates several schedules of the same stages.
 
@@ -161,7 +158,6 @@ def compare(
         graph: the stages, or a function from a schedule to them where placements differ. ``auto`` then takes the best
             of the placements of all schedules.
         schedules: as `build` takes them.
-        transfer_cost: as in `simulate`.
 
     Raises:
         ConfigError: a name is not known.
@@ -170,7 +166,7 @@ def compare(
     schedules = list(schedules)
     outcomes = []
     for schedule in schedules:
-        played = [_play(schedule, placed, transfer_cost) for placed in _graphs(graph, schedule, schedules)]
+        played = [_play(schedule, placed) for placed in _graphs(graph, schedule, schedules)]
         outcomes.append(min(played, key=lambda outcome: outcome.simulation.makespan))
     return outcomes
 
@@ -183,10 +179,9 @@ def _graphs(
     return list(dict.fromkeys(graph(other) for other in (schedules if schedule == "auto" else [schedule])))
 
 
-def _play(schedule: AnySchedule, graph: Graph, transfer_cost: float | Callable[[StageKey, StageKey], float]) -> Outcome:
+def _play(schedule: AnySchedule, graph: Graph) -> Outcome:
     actions = build(schedule, graph)
-    simulation = simulate(actions, graph, transfer_cost=transfer_cost)
-    return Outcome(schedule=name_of(schedule), graph=graph, actions=actions, simulation=simulation)
+    return Outcome(schedule=name_of(schedule), graph=graph, actions=actions, simulation=simulate(actions, graph))
 
 
 STAGES_NOTE = "More stages are smaller stages: two activations of half a stage take as much as one of a whole stage."
