@@ -22,6 +22,7 @@ Hoefler, T. Schneider, A. Lumsdaine, *LogGOPSim*, HPDC 2010): on CPUs the cores 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from itertools import pairwise
@@ -278,9 +279,7 @@ class LayoutCosts:
     def _exchanged(self, plan: Plan, shards: DataShards, rank: int) -> tuple[float, float, float]:
         """Seconds in which a rank sums gradients, in which it updates and gathers, and of its last bucket's sum."""
         updated = 0.0
-        sums: dict[tuple[int, ...], float] = {}
-        scattered: dict[tuple[int, ...], float] = {}
-        gathered: dict[tuple[int, ...], float] = {}
+        sums, scattered, gathered = (Counter[tuple[int, ...]]() for _ in range(3))  # bytes of groups
         names = {name for key in plan.topology.stages_of(rank) for name in plan.ownership.parameters[key]}
         for name in names - plan.tied:
             parameter, shard = self.step.parameters[name], shards.of(name, rank)
@@ -292,11 +291,11 @@ class LayoutCosts:
                 own_shape = shard.own_shape(shape)
                 ranks = shard.across
                 if not shard.of_experts:
-                    scattered[shard.block] = scattered.get(shard.block, 0.0) + size * (name in self.step.trained)
-                    gathered[shard.block] = gathered.get(shard.block, 0.0) + count * parameter.element_size()
+                    scattered[shard.block] += size * (name in self.step.trained)
+                    gathered[shard.block] += count * parameter.element_size()
                 size = math.prod(own_shape) * dtype.itemsize
             if name in self.step.trained:
-                sums[ranks] = sums.get(ranks, 0.0) + size
+                sums[ranks] += size
                 states = None if self.step.states is None else self.step.states.of(name, own_shape, dtype)
                 updated += 0.0 if states is None else states.moved / self.cluster.memory_bandwidth
         link, bucket = self.cluster.link, self.step.bucket_bytes
