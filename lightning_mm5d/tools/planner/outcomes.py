@@ -60,7 +60,9 @@ def sketched_plan(layout: Layout, modalities: Mapping[str, Modality], *, v_shape
         for name, modality in modalities.items()
     }
     cuts = [cut for several in stages.values() for cut in several]
-    units = {cut.name: (Unit.of({cut.name: 1.0}, _recomputed(modalities[cut.modality], cut.index)),) for cut in cuts}
+    units: dict[StageKey, tuple[Unit, ...]] = {
+        cut.name: (Unit.of({cut.name: 1.0}, _recomputed(modalities[cut.modality], cut.index)),) for cut in cuts
+    }
     costed = {
         name: modality if modality.cost is not None else replace(modality, cost=1.0)
         for name, modality in modalities.items()
@@ -71,8 +73,8 @@ def sketched_plan(layout: Layout, modalities: Mapping[str, Modality], *, v_shape
 def plan_of_stages(
     layout: Layout,
     modalities: Mapping[str, Modality],
-    stages: Mapping[str, tuple[StageCut, ...]],
-    units: Mapping[StageKey, tuple[Unit, ...]],
+    stages: dict[str, tuple[StageCut, ...]],
+    units: dict[StageKey, tuple[Unit, ...]],
     late: Collection[str] = (),
 ) -> Plan:
     """Return the plan of a run without a model, whose parameters are those of its units, of one element each.
