@@ -117,7 +117,7 @@ def _huggingface(
     if model["kind"] == UNKNOWN:
         rule = f"It could not be described when the checkpoint was saved: {model['error']}"
         raise ConfigError("CHECKPOINT", model["name"], rule, "Name its config.json with --config")
-    tensors = ModelTensors.of(opened.source, record, model)
+    tensors = ModelTensors(opened.source, model["path"], record["same"])
     warnings: list[str] = []
     with new_folder(folder) as draft:
         if model["kind"] == "adapter":
@@ -243,7 +243,10 @@ def record_of(given: Path, source: TensorSource, path: str | None) -> dict[str, 
     Raises:
         ConfigError: there is no such file, transformers has no such class, or the checkpoint no such tensors.
     """
-    folder, config = _config(given)
+    file = given / "config.json" if given.is_dir() else given
+    if not file.is_file():
+        raise ConfigError("--config", str(given), "There is no such file", "Name a config.json, or a folder with one")
+    config = _json(file)
     import transformers
 
     architectures = config.get("architectures") or [None]
@@ -261,18 +264,11 @@ def record_of(given: Path, source: TensorSource, path: str | None) -> dict[str, 
     dtype = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
     if dtype is not None:
         model["dtype"] = model["config"]["dtype"] = str(dtype).removeprefix("torch.")
-    if folder is not None:
-        generation = folder / "generation_config.json"
+    if given.is_dir():
+        generation = given / "generation_config.json"
         model["generation_config"] = _json(generation) if generation.exists() else model["generation_config"]
-        record["processors"] = [{"path": "--config", "class": "processor", "files": dict(_files(folder))}]
+        record["processors"] = [{"path": "--config", "class": "processor", "files": dict(_files(given))}]
     return record
-
-
-def _config(given: Path) -> tuple[Path | None, dict[str, Any]]:
-    file = given / "config.json" if given.is_dir() else given
-    if not file.is_file():
-        raise ConfigError("--config", str(given), "There is no such file", "Name a config.json, or a folder with one")
-    return (given if given.is_dir() else None), _json(file)
 
 
 def _json(file: Path) -> dict[str, Any]:

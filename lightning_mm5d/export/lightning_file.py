@@ -141,30 +141,24 @@ def new_folder(path: Path) -> Iterator[Path]:
         ConfigError: `path` exists and is not an empty folder, or cannot be made.
     """
     check_new(path)
-    try:
+    with _writable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    except OSError as error:
-        raise unwritable(path, error) from error
-    try:
-        draft.chmod(0o777 & ~umask())
-        yield draft
-        for each in (*draft.rglob("*"), draft):
-            flush(each)
-        draft.rename(path)  # replaces an empty folder, and fails where another process was first
-        flush(path.parent)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        try:
+            draft.chmod(0o777 & ~umask())
+            yield draft
+            for each in (*draft.rglob("*"), draft):
+                flush(each)
+            draft.rename(path)  # replaces an empty folder, and fails where another process was first
+            flush(path.parent)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def check_new(path: Path) -> None:
     """Raise ConfigError where `path` is a file, or a folder with something in it."""
-    try:
+    with _writable(path):
         taken = path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir())))
-    except OSError as error:
-        raise unwritable(path, error) from error
     if taken:
         raise ConfigError("DIR", str(path), "It exists already, and nothing is overwritten", "Name another folder")
 
@@ -175,10 +169,14 @@ def check_new_file(path: Path) -> None:
         raise ConfigError("DIR", str(path), "It exists already, and nothing is overwritten", "Name another file")
 
 
-def unwritable(path: Path, error: OSError) -> ConfigError:
-    """Return the error of a place that cannot be written."""
-    rule = f"It cannot be written: {error.strerror or error}"
-    return ConfigError("DIR", str(path), rule, "Name a folder that can, on a disk with room")
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    """Refuse a place that cannot be written, or looked at."""
+    try:
+        yield
+    except OSError as error:
+        rule = f"It cannot be written: {error.strerror or error}"
+        raise ConfigError("DIR", str(path), rule, "Name a folder that can, on a disk with room") from error
 
 
 def umask() -> int:
@@ -308,15 +306,11 @@ def _write(file: Any, tensor: Tensor) -> None:
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
     """A hidden file beside `path`, removed at the end."""
-    try:
+    with _writable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         os.close(descriptor)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    try:
-        yield Path(name)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    finally:
-        os.unlink(name)
+        try:
+            yield Path(name)
+        finally:
+            os.unlink(name)

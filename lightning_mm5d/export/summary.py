@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,13 @@ from lightning_mm5d.sharded.remote_value import tensors_of
 from lightning_mm5d.storage.replacement import is_checkpoint_directory
 
 _UNITS = ("KB", "MB", "GB", "TB", "PB")
+_PROGRESS = {"epoch": "epoch", "global_step": "step", "pytorch-lightning_version": "Lightning"}
+_RUN = {
+    "world_size": "ranks",
+    "schedule": "schedule",
+    "num_microbatches": "microbatches",
+    "microbatch_size": "samples per microbatch",
+}
 _KNOWN = {"state_dict", "optimizer_states", "epoch", "global_step"}
 _MOST_FILES = 20  # in the table; of more only the number and the sum are said
 
@@ -43,7 +50,7 @@ def summary(path: Path, *, verify: bool, weights_only: bool = True) -> Page:
     if not path.exists():
         raise ConfigError("CHECKPOINT", str(path), "There is no such file or folder", "Name a checkpoint")
     content = open_plain(path, weights_only)
-    rows = [("checkpoint", str(path)), ("format", "full, one file"), *_progress(content)]
+    rows = [("checkpoint", str(path)), ("format", "full, one file"), *_named(content, _PROGRESS)]
     rows += [("size", human(path.stat().st_size)), ("content", "all checksums hold")]
     record = record_in(content)
     return [Table.of(("", ""), rows), *_parts(content, record), *_models(record)]
@@ -66,9 +73,12 @@ def _of_folder(path: Path, verify: bool, weights_only: bool) -> Page:
     sharded = ShardedCheckpoint(path, weights_only=weights_only)
     sizes = {name: file.size for name, file in directory.files.items()}
     held = "all checksums hold" if verify else "sizes and headers hold; --verify reads the rest"
-    rows = [("checkpoint", str(directory.path)), ("format", f"sharded, version {VERSION}"), *_progress(sharded.state)]
-    rows += [*_run(sharded.fields), ("size", f"{human(sum(sizes.values()))} in {len(sizes)} files"), ("content", held)]
-    page: Page = [Table.of(("", ""), rows), *_layout(sharded.fields)]
+    given = sharded.fields.get("layout")
+    layout = given if isinstance(given, Mapping) else {}
+    rows = [("checkpoint", str(directory.path)), ("format", f"sharded, version {VERSION}")]
+    rows += [*_named(sharded.state, _PROGRESS), *_named(layout, _RUN)]
+    rows += [("size", f"{human(sum(sizes.values()))} in {len(sizes)} files"), ("content", held)]
+    page: Page = [Table.of(("", ""), rows), *_sizes_of(layout)]
     if len(sizes) <= _MOST_FILES:
         page.append(Table.of(("file", "size"), [(name, human(size)) for name, size in sorted(sizes.items())]))
     record, classes = record_in(sharded.state), sharded.fields.get("optimizers")
@@ -76,25 +86,14 @@ def _of_folder(path: Path, verify: bool, weights_only: bool) -> Page:
     return [*page, *_parts(sharded.state, record, named), *_models(record)]
 
 
-def _progress(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for key, name in (("epoch", "epoch"), ("global_step", "step"), ("pytorch-lightning_version", "Lightning")):
-        if key in content:
-            yield name, str(content[key])
+def _named(fields: Mapping[str, Any], names: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Those of the fields that are there, under their names."""
+    return [(name, str(fields[key])) for key, name in names.items() if key in fields]
 
 
-def _run(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    layout = fields.get("layout")
-    if isinstance(layout, Mapping):
-        names = {"world_size": "ranks", "schedule": "schedule", "num_microbatches": "microbatches"}
-        for key, name in {**names, "microbatch_size": "samples per microbatch"}.items():
-            if key in layout:
-                yield name, str(layout[key])
-
-
-def _layout(fields: Mapping[str, Any]) -> Page:
+def _sizes_of(layout: Mapping[str, Any]) -> Page:
     """A row for each modality with its sizes."""
-    layout = fields.get("layout")
-    modalities = layout.get("modalities") if isinstance(layout, Mapping) else None
+    modalities = layout.get("modalities")
     if not isinstance(modalities, Mapping) or not all(isinstance(sizes, Mapping) for sizes in modalities.values()):
         return []
     axes = list(dict.fromkeys(axis for sizes in modalities.values() for axis in sizes))
@@ -111,7 +110,7 @@ def _parts(content: Mapping[str, Any], record: Mapping[str, Any] | None, classes
     for number, each in enumerate(content.get("optimizer_states", ())):
         groups = each.get("param_groups", ()) if isinstance(each, Mapping) else ()
         name = str(classes[number]) if number < len(classes) else f"optimizer {number}"
-        rows.append((f"{name}, {_counted(len(groups), 'group')}", *_amount(_sizes(each))))
+        rows.append((f"{name}, {len(groups)} group{'s' * (len(groups) != 1)}", *_amount(_sizes(each))))
     others = sorted(set(content) - _KNOWN)
     return [Table.of(("part", "tensors", "numbers", "bytes"), rows), f"Also in it: {', '.join(others)}"]
 
@@ -143,7 +142,3 @@ def _models(record: Mapping[str, Any] | None) -> Page:
     page: Page = [Table.of(("path", "model of Hugging Face", "adapters"), rows)]
     processors = [f"{each['path']} ({each['class']})" for each in record["processors"]]
     return [*page, f"Processors: {', '.join(processors)}"] if processors else page
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

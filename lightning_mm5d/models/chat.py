@@ -27,6 +27,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -180,15 +181,13 @@ class ChatEncoder:
         special = set(self._tokenizer.added_tokens_decoder) - {
             self._tokenizer.convert_tokens_to_ids(token) for token in self._tokens.values()
         }
-        result, end = list(spoken), len(ids)
-        while end > 0:
-            start = end
-            while start > 0 and spoken[start - 1]:
-                start -= 1
-            last = next((at for at in range(end - 1, start - 1, -1) if ids[at] in special), None)
-            if last is not None and not str(self._tokenizer.decode(ids[last + 1 : end])).strip():
-                result[last + 1 : end] = [False] * (end - last - 1)
-            end = start - 1 if start == end else start
+        result = list(spoken)
+        for is_turn, group in groupby(range(len(ids)), key=spoken.__getitem__):
+            places = list(group)
+            after = places[-1] + 1
+            last = next((at for at in reversed(places) if is_turn and ids[at] in special), None)
+            if last is not None and not str(self._tokenizer.decode(ids[last + 1 : after])).strip():
+                result[last + 1 : after] = [False] * (after - last - 1)
         return result
 
     def _tokenized(self, text: str, marks: _Marks) -> tuple[list[int], list[tuple[int, int]]]:
@@ -303,7 +302,7 @@ class MessagesFile(Sequence[dict[str, Any]]):
             raise ConfigError("path", str(path), "Conversations are read from a JSONL file", "Check the path")
         with self.path.open("rb") as file:
             self._is_array = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
-        self._rows = self._array() if self._is_array else []
+        self._rows: list[Any] = list(_parsed(self.path.read_bytes(), str(self.path))) if self._is_array else []
         self._places = [] if self._is_array else list(self._lines())
         if not len(self):
             raise ConfigError("path", str(path), "A file of conversations has at least one row", "Check the file")
@@ -345,10 +344,6 @@ class MessagesFile(Sequence[dict[str, Any]]):
             for kind, column in costs.items():
                 column.append(counts[kind])
         return costs
-
-    def _array(self) -> list[Any]:
-        rows = _parsed(self.path.read_bytes(), str(self.path))
-        return list(rows)
 
     def _lines(self) -> Iterator[tuple[int, int]]:
         place = 0

@@ -18,7 +18,8 @@ import importlib
 import math
 import re
 import wave
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,8 @@ def read_item(value: Any, *, sampling_rate: int | None = None, frames: int | Non
     Raises:
         ConfigError: there is no such file, or nothing installed can decode it.
     """
-    if isinstance(value, list | tuple) and value and all(isinstance(part, str | Path) for part in value):
-        return [read_image(Path(value[at])) for at in spaced(len(value), frames)]
+    if (files := _frames_of(value, frames)) is not None:
+        return [read_image(file) for file in files]
     if isinstance(value, Mapping) and "array" in value:
         sound = torch.as_tensor(np.asarray(value["array"], dtype=np.float32))
         rate = int(value["sampling_rate"])
@@ -63,15 +64,14 @@ def read_item(value: Any, *, sampling_rate: int | None = None, frames: int | Non
     if not isinstance(value, str | Path):
         return value
     path = Path(value)
-    if path.is_dir():
-        return [read_image(file) for file in _frames_in(path, frames)]
     if not path.is_file():
         remote = re.match(r"[a-z0-9]+://", str(value))
         fix = "Download it first" if remote else "Check the path; relative ones start at the folder of the data file"
         raise ConfigError("file", str(value), "An item is a file on this machine", fix)
     ending = path.suffix.lower()
     if ending == ".npy":
-        return _read_array(path)
+        with _read_as(path, "numpy cannot read it as an array", ValueError):
+            return np.load(path, allow_pickle=False)
     if ending in SOUNDS:
         return read_sound(path, sampling_rate)
     return _read_video(path, frames) if ending in VIDEOS else read_image(path)
@@ -88,22 +88,19 @@ def blank_of(value: Any, *, sampling_rate: int | None = None, frames: int | None
     Returns:
         Of an image, a wav file, and frames in a folder or a list; None where nothing but decoding tells the form.
     """
-    if isinstance(value, list | tuple) and value and all(isinstance(part, str | Path) for part in value):
-        files = [Path(value[at]) for at in spaced(len(value), frames)]
-    elif isinstance(value, str | Path) and Path(value).is_dir():
-        files = _frames_in(Path(value), frames)
-    elif not isinstance(value, str | Path) or not Path(value).is_file() or Path(value).suffix.lower() in _UNTOLD:
-        return None
-    elif Path(value).suffix.lower() == ".wav":
-        return _blank_sound(Path(value), sampling_rate)
-    else:
+    files = _frames_of(value, frames)
+    is_one = files is None
+    if files is None:
+        if not isinstance(value, str | Path) or not Path(value).is_file() or Path(value).suffix.lower() in _UNTOLD:
+            return None
+        if Path(value).suffix.lower() == ".wav":
+            return _blank_sound(Path(value), sampling_rate)
         files = [Path(value)]
     sizes = [_image_size(file) for file in files]
     if None in sizes:
         return None
     new = importlib.import_module("PIL.Image").new
     blanks = [new("RGB", size) for size in sizes]
-    is_one = isinstance(value, str | Path) and not Path(value).is_dir()
     return (is_one, *sizes), blanks[0] if is_one else blanks
 
 
@@ -138,12 +135,9 @@ def read_image(path: Path) -> Any:
     """
     image = _package("PIL.Image", "pillow", "vision", path)
     turned = importlib.import_module("PIL.ImageOps").exif_transpose
-    try:
-        with image.open(path) as opened:
-            return turned(opened).convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
-        rule = f"Pillow cannot read it as an image ({error})"
-        raise ConfigError("file", str(path), rule, "Check the file") from error
+    errors = (OSError, ValueError, SyntaxError)
+    with _read_as(path, "Pillow cannot read it as an image", *errors), image.open(path) as opened:
+        return turned(opened).convert("RGB")
 
 
 def read_sound(path: Path, sampling_rate: int | None = None) -> np.ndarray:
@@ -156,11 +150,8 @@ def read_sound(path: Path, sampling_rate: int | None = None) -> np.ndarray:
         samples, rate = _read_wave(path)
     except (wave.Error, EOFError):
         soundfile = _package("soundfile", "soundfile", "audio", path)
-        try:
+        with _read_as(path, "soundfile cannot read it as a sound", soundfile.LibsndfileError):
             samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
-        except soundfile.LibsndfileError as error:
-            rule = f"soundfile cannot read it as a sound ({error})"
-            raise ConfigError("file", str(path), rule, "Check the file") from error
     sound = torch.from_numpy(np.ascontiguousarray(samples.mean(axis=1), dtype=np.float32))
     return resampled(sound, rate, sampling_rate or rate).numpy()
 
@@ -200,11 +191,13 @@ def spaced(count: int, most: int | None) -> list[int]:
     return [(2 * index + 1) * count // (2 * most) for index in range(most)]
 
 
-def _read_array(path: Path) -> np.ndarray:
+@contextmanager
+def _read_as(path: Path, rule: str, *errors: type[Exception]) -> Iterator[None]:
+    """Refuse a file where what reads it raises one of `errors`."""
     try:
-        return np.load(path, allow_pickle=False)
-    except ValueError as error:
-        raise ConfigError("file", str(path), f"numpy cannot read it as an array ({error})", "Check the file") from error
+        yield
+    except errors as error:
+        raise ConfigError("file", str(path), f"{rule} ({error})", "Check the file") from error
 
 
 def _read_wave(path: Path) -> tuple[np.ndarray, int]:
@@ -221,25 +214,29 @@ def _read_wave(path: Path) -> tuple[np.ndarray, int]:
     return whole.reshape(-1, channels) / float(2 ** (8 * width - 1)), rate
 
 
-def _frames_in(path: Path, frames: int | None) -> list[Path]:
-    files = [file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")]
-    files.sort(key=lambda file: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", file.name)])
-    if not files:
-        raise ConfigError("file", str(path), "A folder that is a video holds its frames as images", "Check the path")
+def _frames_of(value: Any, frames: int | None) -> list[Path] | None:
+    """The images of a video that is a list of paths or a folder; None for anything else."""
+    if isinstance(value, list | tuple) and value and all(isinstance(part, str | Path) for part in value):
+        files = [Path(part) for part in value]
+    elif isinstance(value, str | Path) and Path(value).is_dir():
+        files = [file for file in Path(value).iterdir() if file.is_file() and not file.name.startswith(".")]
+        files.sort(key=lambda file: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", file.name)])
+        if not files:
+            rule = "A folder that is a video holds its frames as images"
+            raise ConfigError("file", str(Path(value)), rule, "Check the path")
+    else:
+        return None
     return [files[at] for at in spaced(len(files), frames)]
 
 
 def _read_video(path: Path, frames: int | None) -> list[Any]:
     av = _package("av", "av", "video", path)
-    try:
+    with _read_as(path, "PyAV cannot read it as a video", OSError, ValueError, IndexError):
         with av.open(str(path)) as opened:
             count = opened.streams.video[0].frames  # as its header says, if it does
         images, decoded = _decoded(av, path, spaced(count, frames))
         if decoded != count:
             images, _ = _decoded(av, path, spaced(decoded, frames))
-    except (OSError, ValueError, IndexError) as error:
-        rule = f"PyAV cannot read it as a video ({error})"
-        raise ConfigError("file", str(path), rule, "Check the file") from error
     return images
 
 

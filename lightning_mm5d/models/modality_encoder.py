@@ -94,7 +94,7 @@ def projected_length(config: ProjectorConfig, length: int, grid: Grid) -> int:
         ConfigError: the kind needs a grid that it can cut into squares, and there is none.
     """
     if config.kind == "pixel_shuffle":
-        height, width = _grid(config, length, grid, config.factor)
+        height, width = _grid(length, grid, config.factor)
         return (height // config.factor) * (width // config.factor)
     if config.kind == "average_pool":
         if grid is None:
@@ -150,7 +150,7 @@ class PixelShuffleProjector(Projector):
         """(N, H * W, D) -> (N, H / factor * W / factor, E)."""
         items, length, width = features.shape
         factor = self.config.factor
-        rows, columns = _grid(self.config, length, grid, factor)
+        rows, columns = _grid(length, grid, factor)
         squares = features.view(items, rows // factor, factor, columns // factor, factor, width)
         return super().forward(squares.transpose(2, 3).reshape(items, length // factor**2, factor**2 * width))
 
@@ -247,7 +247,7 @@ class QueryFormerMLP(nn.Module):
         return self.fc2(self.activation(self.fc1(hidden)))
 
 
-def _grid(config: ProjectorConfig, length: int, grid: Grid, factor: int) -> tuple[int, int]:
+def _grid(length: int, grid: Grid, factor: int) -> tuple[int, int]:
     """The grid of an item's patches, a square where none is given."""
     side = math.isqrt(length)
     height, width = grid or (side, side)
@@ -453,20 +453,18 @@ class ModalityEncoder(nn.Module):
 
     def _projected_frames(self, rows: Tensor, sizes: list[ItemSize]) -> tuple[Tensor, list[int]]:
         """Call the projector once for all frames of one size; the frames keep their order."""
+        assert self.projector is not None
+        is_own = self.projector_config is None
         frames = [ItemSize(size.length // size.frames, size.grid) for size in sizes for _ in range(size.frames)]
         parts, projected = rows.split([frame.length for frame in frames]), dict[int, Tensor]()
         for size in dict.fromkeys(frames):
             members = [index for index, other in enumerate(frames) if other == size]
-            results = self._project(torch.stack([parts[index] for index in members]), size)
+            features = torch.stack([parts[index] for index in members])
+            results = self.projector(features) if is_own else self.projector(features, size.grid)
             projected |= dict(zip(members, results, strict=True))
         ordered = [projected[index] for index in range(len(frames))]
         counts = iter(map(len, ordered))
         return torch.cat(ordered), [sum(next(counts) for _ in range(size.frames)) for size in sizes]
-
-    def _project(self, features: Tensor, size: ItemSize) -> Tensor:
-        assert self.projector is not None
-        is_own = self.projector_config is None
-        return self.projector(features) if is_own else self.projector(features, size.grid)
 
     def described(self) -> dict[str, Any]:
         """Return the entry of `MultimodalConfig.encoders`."""

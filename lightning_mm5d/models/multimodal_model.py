@@ -150,10 +150,7 @@ class Placeholders:
             done.record()
         return embeds + wrong, features
 
-    def __deepcopy__(self, memo: Any) -> Placeholders:
-        return Placeholders()
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
+    def __reduce__(self) -> tuple[type, tuple[()]]:  # copies and pickles have nothing to compare
         return Placeholders, ()
 
 
@@ -219,7 +216,7 @@ class MultimodalModel(PreTrainedModel, GenerationMixin):
     ) -> None:
         composed = config is None
         if composed:
-            given, language_model = _checked(encoders, language_model)
+            given = _checked(encoders, language_model)
             config = _config_of(given, language_model, token_ids)
         elif not isinstance(config, MultimodalConfig):
             rule = "The first argument is a MultimodalConfig"
@@ -477,9 +474,7 @@ class MultimodalModel(PreTrainedModel, GenerationMixin):
         return key in keys or key.removesuffix("_items") in self.encoders
 
 
-def _checked(
-    encoders: Mapping[str, ModalityEncoder] | None, language_model: Any
-) -> tuple[dict[str, ModalityEncoder], Any]:
+def _checked(encoders: Mapping[str, ModalityEncoder] | None, language_model: Any) -> dict[str, ModalityEncoder]:
     fix = "Pass encoders={'vision': ModalityEncoder(...)} and language_model=AutoModelForCausalLM..."
     if not encoders:
         raise ConfigError("encoders", encoders, "A model is composed from at least one encoder", fix)
@@ -496,7 +491,7 @@ def _checked(
     if not isinstance(language_model, PreTrainedModel) or language_model.get_output_embeddings() is None:
         rule = "The language model is a causal one of transformers, with its head"
         raise ConfigError("language_model", type(language_model).__name__, rule, fix)
-    return dict(encoders), language_model
+    return dict(encoders)
 
 
 def _config_of(

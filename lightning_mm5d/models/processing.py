@@ -116,11 +116,9 @@ class MultimodalProcessor:
         if not tokenizer.is_fast:
             rule = "What the assistant says is found by the places of tokens, which fast tokenizers alone tell"
             raise ConfigError("tokenizer", type(tokenizer).__name__, rule, "Load it by AutoTokenizer")
-        for name in {*processors, *(tokens or {})} ^ set(self.config.encoders):
-            known = ", ".join(self.config.encoders)
-            rule = f"There is one processor for each modality of the model: {known}"
-            if name not in processors or name not in self.config.encoders:
-                raise ConfigError("processors", sorted(processors), rule, f"Add or remove {name!r}")
+        if others := {*processors, *(tokens or {})} ^ set(self.config.encoders):
+            rule = f"There is one processor for each modality of the model: {', '.join(self.config.encoders)}"
+            raise ConfigError("processors", sorted(processors), rule, f"Add or remove {min(others)!r}")
         self.tokenizer, self.frames = tokenizer, frames
         self.processors: dict[str, Processor] = {n: plain_processor(n, p) for n, p in processors.items()}
         self.tokens = {name: (tokens or {}).get(name, f"<|{name}|>") for name in processors}
@@ -384,23 +382,16 @@ class MultimodalProcessor:
                 values[name].append(tensors)
                 counts[name].append(sum(sizes))
                 seen[name] += len(sizes)
-        names = {token: name for name, token in self.token_ids.items()}
-        left = {name: list(reversed(numbers)) for name, numbers in counts.items()}
+        left = {token: iter(counts[name]) for name, token in self.token_ids.items()}
+        for name, token in self.token_ids.items():
+            if (places := ids.count(token)) != len(counts[name]):
+                rule = f"It has {len(counts[name])} items of {name} for {places} placeholders {self.tokens[name]}"
+                raise ConfigError(source, places, rule, "Write one placeholder for each item")
         full, learned = [], []
         for token, label in zip(ids, labels, strict=True):
-            if token not in names:
-                full.append(token)
-                learned.append(label)
-                continue
-            name = names[token]
-            if not left[name]:
-                raise self._other_number(name, ids, counts[name], source)
-            size = left[name].pop()
+            size = next(left[token]) if token in left else 1
             full += [token] * size
-            learned += [IGNORED] * size
-        for name, numbers in left.items():
-            if numbers:
-                raise self._other_number(name, ids, counts[name], source)
+            learned += [IGNORED if token in left else label] * size
         return Sample(full, learned, values, seen, source)
 
     def _told(self, name: str, item: Any, source: str) -> tuple[Values, Sequence[int]] | None:
@@ -444,11 +435,6 @@ class MultimodalProcessor:
             rule = "Its encoder gives no features for it"
             raise ConfigError(f"{source}: {name}", type(item).__name__, rule, "Remove it, or check its size")
         return values, counts
-
-    def _other_number(self, name: str, ids: Sequence[int], counts: Sequence[int], source: str) -> ConfigError:
-        places = sum(token == self.token_ids[name] for token in ids)
-        rule = f"It has {len(counts)} items of {name} for {places} placeholders {self.tokens[name]}"
-        return ConfigError(source, places, rule, "Write one placeholder for each item")
 
 
 def _listed(value: Any) -> list[Any]:

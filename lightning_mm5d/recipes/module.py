@@ -22,6 +22,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +39,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     get_scheduler,
 )
@@ -116,7 +118,8 @@ class ModelSource:
         settings = {"dtype": self.dtype, "attn_implementation": self.attn_implementation}
         options: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
         if self.pretrained is not None:
-            return lightning_mm5d.from_pretrained(_class_of(self.pretrained), self.pretrained, **options)
+            cls = named_class(AutoConfig.from_pretrained(self.pretrained)) or AutoModelForImageTextToText
+            return lightning_mm5d.from_pretrained(cls, self.pretrained, **options)
         assert self.language_model is not None
         encoders = {name: encoder.model for name, encoder in self.encoders.items()}
         projectors = {name: encoder.projector for name, encoder in self.encoders.items()}
@@ -152,14 +155,10 @@ def _part_processor(folder: str) -> Any:
         return AutoFeatureExtractor.from_pretrained(folder)
 
 
-def _class_of(folder: str) -> Any:
-    """The class that a saved model names, where transformers has it."""
-    config = AutoConfig.from_pretrained(folder)
-    for name in config.architectures or ():
-        cls = getattr(transformers, name, None)
-        if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
-            return cls
-    return AutoModelForImageTextToText
+def named_class(config: PreTrainedConfig) -> Any:
+    """Return the class that the configuration of a saved model names; None where transformers has none of its names."""
+    classes = (getattr(transformers, str(name), None) for name in config.architectures or ())
+    return next((cls for cls in classes if isinstance(cls, type) and issubclass(cls, PreTrainedModel)), None)
 
 
 class MultimodalModule(L.LightningModule):
@@ -472,13 +471,9 @@ def targets(batch: Mapping[str, Any]) -> list[Tensor]:
 def _last_answer(labels: Tensor) -> tuple[int, int]:
     """Where the last stretch of labelled tokens starts and stops; at the end where there is none."""
     counted = (labels != IGNORED).tolist()
-    stop = len(counted)
-    while stop and not counted[stop - 1]:
-        stop -= 1
-    start = stop
-    while start and counted[start - 1]:
-        start -= 1
-    return (start, stop) if stop else (len(counted), len(counted))
+    stretches = groupby(range(len(counted)), key=counted.__getitem__)
+    answers = [list(places) for is_counted, places in stretches if is_counted]
+    return (answers[-1][0], answers[-1][-1] + 1) if answers else (len(counted), len(counted))
 
 
 def exact(tokenizer: Any, answer: Tensor, target: Tensor) -> dict[str, Any]:

@@ -10,9 +10,10 @@ import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers import AutoConfig
 
 from lightning_mm5d import ConfigError, MultimodalModule
-from lightning_mm5d.recipes.module import EncoderSource, ModelSource, _class_of, prompts
+from lightning_mm5d.recipes.module import EncoderSource, ModelSource, named_class, prompts
 from recipes.test_module import IGNORED, model, samples
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -94,4 +95,4 @@ def test_what_does_not_fit_is_told_in_one_sentence(case: str, tmp_path: Path) ->
 def test_a_folder_names_no_class_but_a_model(tmp_path: Path) -> None:
     fields = {"model_type": "llava", "architectures": ["Trainer", "LlavaForConditionalGeneration"]}
     (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    assert _class_of(str(tmp_path)).__name__ == "LlavaForConditionalGeneration"
+    assert named_class(AutoConfig.from_pretrained(tmp_path)).__name__ == "LlavaForConditionalGeneration"

@@ -112,11 +112,6 @@ class GridTrace:
         self._wide = 1
 
     @property
-    def is_even(self) -> bool:
-        """Whether each rank has as many samples as any other."""
-        return self._entered[0] % (self.shape.depth * self.shape.side) == 0
-
-    @property
     def _rows(self) -> int:
         return math.ceil(math.ceil(self._entered[0] / self.shape.depth) / self.shape.side)
 

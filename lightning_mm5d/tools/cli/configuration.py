@@ -16,7 +16,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +75,14 @@ class Source(NamedTuple):
     @property
     def names_data(self) -> bool:
         """Whether a file names the class of the data module, which the script makes else."""
-        return any(isinstance(d := content.get("data"), str) or "class_path" in (d or {}) for content in self.contents)
+        return has_class("data", self.contents)
+
+
+def has_class(key: str, contents: Sequence[Mapping[str, Any]], options: Sequence[str] = ()) -> bool:
+    """Return whether files or options name the class of the ``model``, or of the ``data``."""
+    sections = [content.get(key) for content in contents]
+    named = any(isinstance(part, str) or (isinstance(part, Mapping) and "class_path" in part) for part in sections)
+    return named or any(option.split("=")[0] in (f"--{key}", f"--{key}.class_path") for option in options)
 
 
 def prepare(
@@ -103,11 +110,8 @@ def prepare(
         return Source(configs, contents, script, overrides, has_model=False)
     models = [content.get("model") for content in contents]
     # `model.model` is what a MultimodalModule wants, the class where none is named
-    named = any(
-        isinstance(m, str) or (isinstance(m, dict) and not {"class_path", "model"}.isdisjoint(m)) for m in models
-    )
-    named = named or any(option.split("=")[0] in ("--model", "--model.class_path") for option in overrides)
-    if script is None and not named:
+    is_recipe = any(isinstance(model, dict) and "model" in model for model in models)
+    if script is None and not is_recipe and not has_class("model", contents, overrides):
         rule = "Without model.class_path the classes are those of the script that makes the LightningCLI"
         beside = _scripts_beside(configs)
         fix = f"Add --script {beside[0]}" if len(beside) == 1 else "Name that script with --script"
@@ -472,14 +476,11 @@ def _parameters(path: str) -> list[str]:
     if module.startswith("lightning.") and module not in sys.modules:
         return []
     try:
-        return [each for each in _signature(getattr(importlib.import_module(module), name)) if each != "self"]
+        constructor = getattr(importlib.import_module(module), name).__init__
+        parameters = inspect.signature(constructor).parameters.values()
     except (ImportError, AttributeError, TypeError, ValueError):
         return []
-
-
-def _signature(cls: type) -> Iterable[str]:
-    parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
-    return [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    return [each.name for each in parameters if each.name != "self" and each.kind is not each.VAR_KEYWORD]
 
 
 FIELD = "--model"

@@ -20,8 +20,8 @@ import runpy
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -45,7 +45,7 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.recipes.data import MultimodalDataModule
 from lightning_mm5d.recipes.module import MultimodalModule
 from lightning_mm5d.strategy import MultimodalStrategy
-from lightning_mm5d.tools.cli.configuration import Source, check_early, devices, one_line, read_configuration
+from lightning_mm5d.tools.cli.configuration import Source, check_early, devices, has_class, one_line, read_configuration
 from lightning_mm5d.trainer.construction import configured, made_construction
 from lightning_mm5d.trainer.validation import check_package
 
@@ -79,14 +79,10 @@ def command_line(contents: Sequence[Mapping[str, Any]], options: Sequence[str] =
         contents: of its files.
         options: that lie on top of them.
     """
-    named = {
-        key: any(isinstance(content.get(key), str) or "class_path" in (content.get(key) or {}) for content in contents)
-        or any(option.split("=")[0] in (f"--{key}", f"--{key}.class_path") for option in options)
-        for key in ("model", "data")
-    }
+    names_model, names_data = (has_class(key, contents, options) for key in ("model", "data"))
     has_data = any("data" in content for content in contents) or any(option.startswith("--data.") for option in options)
-    module = None if named["model"] else MultimodalModule
-    data = None if named["data"] or (named["model"] and not has_data) else MultimodalDataModule
+    module = None if names_model else MultimodalModule
+    data = None if names_data or (names_model and not has_data) else MultimodalDataModule
     return partial(RecipeCLI, module, data, save_config_kwargs={"overwrite": True})
 
 
@@ -230,14 +226,9 @@ def _in_full(option: str) -> str:
     return f"--trainer.strategy.init_args.{option[2:]}" if short else option
 
 
-@contextmanager
-def _importable(folders: Sequence[Path]) -> Generator[None, None, None]:
-    before = list(sys.path)
-    sys.path[:0] = [str(folder.resolve()) for folder in folders]
-    try:
-        yield
-    finally:
-        sys.path[:] = before
+def _importable(folders: Sequence[Path]) -> AbstractContextManager[Any]:
+    """A context in which modules are found in these folders first."""
+    return patch.object(sys, "path", [*(str(folder.resolve()) for folder in folders), *sys.path])
 
 
 class _Finished(BaseException):

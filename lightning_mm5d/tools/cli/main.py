@@ -342,6 +342,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 def _add_checkpoint_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """`export` and `checkpoint show`."""
     shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="file or folder")
     shared.add_argument(
         "--unsafe",
         action="store_true",
@@ -354,7 +355,6 @@ def _add_checkpoint_commands(commands: argparse._SubParsersAction[argparse.Argum
     parser = commands.add_parser(
         "export", parents=[shared], description=about, help="write a checkpoint for Hugging Face or plain Lightning"
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="file or folder")
     parser.add_argument("folder", type=Path, metavar="DIR", help="new folder, or with --format lightning a new file")
     parser.add_argument(
         "--format",
@@ -378,7 +378,6 @@ def _add_checkpoint_commands(commands: argparse._SubParsersAction[argparse.Argum
     actions = group.add_subparsers(metavar="ACTION", required=True)
     about = "Show a checkpoint's step, layout, files and models."
     parser = actions.add_parser("show", parents=[shared], description=about, help="print what a checkpoint holds")
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="file or folder")
     parser.add_argument("--verify", action="store_true", help="read all of it, and compare it with its checksums")
 
 

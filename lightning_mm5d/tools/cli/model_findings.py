@@ -35,6 +35,7 @@ from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.config.tables import Page, Table, memory_text
 from lightning_mm5d.partition.find import discover, find
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.recipes.module import named_class
 from lightning_mm5d.schedule import name_of
 from lightning_mm5d.strategy import MultimodalStrategy
 from lightning_mm5d.tensor_parallel.plan_lookup import origins
@@ -94,10 +95,8 @@ def _of_configuration(path: Path) -> nn.Module:
 
 
 def _of_config(config: PreTrainedConfig, name: str) -> nn.Module:
-    for architecture in config.architectures or ():
-        cls = getattr(transformers, str(architecture), None)
-        if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
-            return cls(config)
+    if (cls := named_class(config)) is not None:
+        return cls(config)
     for auto in _AUTO:
         cls = getattr(transformers, auto)
         if type(config) in cls._model_mapping:

@@ -110,15 +110,11 @@ def convert_multimodal(given: Mapping[str, Any], *, colocated: bool = False) -> 
             raise ConfigError(path, plugin, "It maps arguments of a ModalParallelPlugin", "Write {tp_size: 1}")
         modal = _modal(name, path, plugin)
         modalities[name] = modal.modality
-        kernels = Draft(KERNELS, switches, modality=name)
-        kernels.modality = modal.modality
-        convert_kernels(kernels)
-        entries += [*modal.entries(), *kernels.entries()]
-        if name == "language":
-            vocabulary = Draft(VOCABULARY, of_language, modality=name)
-            vocabulary.modality = modal.modality
-            convert_vocabulary(vocabulary)
-            entries += vocabulary.entries()
+        of_all = Draft((*KERNELS, *VOCABULARY), switches | (of_language if name == "language" else {}), modality=name)
+        of_all.modality = modal.modality
+        convert_kernels(of_all)
+        convert_vocabulary(of_all)
+        entries += [*modal.entries(), *of_all.entries()]
         if colocated and name != "language" and name != next(iter(encoders)):
             modal.modality["colocate_with"] = next(iter(encoders))
     if not modalities:

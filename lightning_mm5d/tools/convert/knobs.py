@@ -12,14 +12,14 @@ is known later, and refused then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.config.features import check_features
 from lightning_mm5d.config.groups import with_fields
-from lightning_mm5d.config.modality import Modality, as_modalities
+from lightning_mm5d.config.modality import as_modalities
 
 Effect = Literal["mapped", "always", "elsewhere", "costs", "results"]
 """What becomes of a knob.
@@ -56,9 +56,9 @@ class Knob:
     rule: bool = False
 
 
-def same(name: str, ours: str, about: str = "", *, neutral: tuple[Any, ...] = ()) -> Knob:
+def same(name: str, ours: str, *, neutral: tuple[Any, ...] = ()) -> Knob:
     """A knob whose value one field of ours takes as it is."""
-    return Knob(name, (ours,), "mapped", about, neutral)
+    return Knob(name, (ours,), "mapped", "", neutral)
 
 
 def ruled(name: str, ours: str, about: str, *, neutral: tuple[Any, ...] = ()) -> Knob:
@@ -158,7 +158,7 @@ class Draft:
                 self.leave(name, "always", "It asks for nothing")
             elif knob.effect == "mapped" and not knob.rule:
                 self._refuse_another(name, knob.ours[0])
-                self.put(name, knob.ours[0], got, knob.about)
+                self.put(name, knob.ours[0], got)
             elif not knob.rule:
                 self.leave(name, knob.effect, knob.about)
 
@@ -211,16 +211,17 @@ class Draft:
         about = about or (entry.about if entry is not None else "")
         self._entries[name] = Entry(self._prefix + name, self.given.get(name), "mapped", fields, about)
 
-    def accepts(self, name: str, check: Callable[[Modality], None], **fields: Any) -> bool:
-        """Return whether a check of ours lets the modality have further fields; `leave` the knob if not.
+    def accepts(self, name: str, fields: Mapping[str, Any], **beside: Any) -> bool:
+        """Return whether our features let the modality have further fields; `leave` the knob if not.
 
         Args:
             name: of the knob that asks for the fields.
-            check: raises ConfigError where a modality cannot have what it has.
-            **fields: what `put` may say of the modality then.
+            fields: what `put` may say of the modality then.
+            **beside: fields of the strategy.
         """
         try:
-            check(with_fields(as_modalities({self._modality: self.modality})[self._modality], **fields))
+            modality = with_fields(as_modalities({self._modality: self.modality})[self._modality], **fields)
+            check_features({"modalities": {self._modality: modality}, **beside})
         except ConfigError as error:
             self.leave(name, "costs", error.rule if self._modality == MODEL else f"{self._modality}: {error.rule}")
             return False
@@ -310,9 +311,7 @@ def convert_kernels(draft: Draft) -> None:
             )
         else:
             choose_kernel(draft, norms, "rms_norm")
-    if draft.get(name, False) and draft.accepts(
-        name, lambda modality: check_features({"modalities": {"": modality}}), compile=True
-    ):
+    if draft.get(name, False) and draft.accepts(name, {"compile": True}):
         draft.put(name, "modality.compute.compile", True)
     draft.leave_rest([_ALL], "mapped", "It turns on the switches of kernels, which are listed")
 
@@ -320,5 +319,5 @@ def convert_kernels(draft: Draft) -> None:
 def choose_kernel(draft: Draft, name: str, kernel: str) -> None:
     """Add a kernel to those of the modality, which a knob asks for; or note why the modality refuses it."""
     chosen = [*draft.modality.get("compute", {}).get("kernels", ()), kernel]
-    if draft.accepts(name, lambda modality: check_features({"modalities": {"": modality}}), kernels=chosen):
+    if draft.accepts(name, {"kernels": chosen}):
         draft.put(name, "modality.compute.kernels", chosen)

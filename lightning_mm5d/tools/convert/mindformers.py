@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
-from lightning_mm5d.config.features import check_features
-from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.tools.convert.knobs import (
     Conversion,
     Draft,
@@ -126,6 +124,8 @@ OTHERS: tuple[Knob, ...] = (
     always("use_parallel", "The number of ranks decides"),
 )  # fmt: skip
 KNOBS: tuple[Knob, ...] = (*PARALLEL_CONFIG, *RECOMPUTE_CONFIG, *PARALLEL, *OTHERS)
+_TOPS = frozenset(knob.name.partition(".")[0] for knob in KNOBS)
+_OF_PARALLEL_CONFIG = frozenset(knob.name.removeprefix(_P) for knob in PARALLEL_CONFIG)
 
 SECTIONS = (
     "seed", "output_dir", "run_mode", "resume_training", "load_checkpoint", "load_ckpt_format", "auto_trans_ckpt",
@@ -145,9 +145,8 @@ SECTIONS = (
 
 def is_mindformers(given: Mapping[str, Any]) -> bool:
     """Return whether a configuration has sections of MindFormers, or is its `parallel_config` alone."""
-    return not given.keys().isdisjoint(("parallel_config", "recompute_config", "swap_config", "parallel")) or (
-        not given.keys().isdisjoint(knob.name.partition(".")[2] for knob in PARALLEL_CONFIG)
-    )
+    sections = {"parallel_config", "recompute_config", "swap_config", "parallel"}
+    return not given.keys().isdisjoint(sections | _OF_PARALLEL_CONFIG)
 
 
 def convert_mindformers(given: Mapping[str, Any]) -> Conversion:
@@ -159,12 +158,11 @@ def convert_mindformers(given: Mapping[str, Any]) -> Conversion:
     Raises:
         ConfigError: a knob does not exist, or has a value that MindFormers refuses.
     """
-    if not given.keys().isdisjoint(knob.name.partition(".")[2] for knob in PARALLEL_CONFIG):
+    if not given.keys().isdisjoint(_OF_PARALLEL_CONFIG):
         given = {"parallel_config": given}
-    tops = {knob.name.partition(".")[0] for knob in KNOBS}
     for name in given:
-        if name not in tops and name not in SECTIONS:
-            near = did_you_mean(name, [*tops, *SECTIONS]).split("? ")[0]
+        if name not in _TOPS and name not in SECTIONS:
+            near = did_you_mean(name, [*_TOPS, *SECTIONS]).split("? ")[0]
             raise ConfigError(str(name), given[name], "There is no such section", f"{near}?")
     draft = Draft(tuple(_known(given)), {name: section for name, section in given.items() if section is not None})
     draft.count(_P + "expert_parallel")  # refuses what is no number
@@ -197,10 +195,8 @@ def _known(given: Mapping[str, Any]) -> Iterable[Knob]:
     yield from KNOBS
     names = {knob.name for knob in KNOBS}
     for name in given:
-        if name in SECTIONS:
-            tops = {path.partition(".")[0] for path in names}
-            if name not in tops:
-                yield elsewhere(str(name), "Of the model, the data or the loop")
+        if name in SECTIONS and name not in _TOPS:
+            yield elsewhere(str(name), "Of the model, the data or the loop")
     for section in ("moe_config", "runner_config", "model", "model.model_config"):
         holder: Any = given
         for part in section.split("."):
@@ -388,11 +384,7 @@ def _convert_copies(draft: Draft, stages: int) -> None:
 
 def _interleaves(draft: Draft, name: str, count: int, total: int) -> bool:
     """Say `interleaved_microbatches` where it goes with the other fields and divides the number of microbatches."""
-
-    def check(modality: Modality) -> None:
-        check_features({"modalities": {"model": modality}, "num_microbatches": total})
-
-    accepted = draft.accepts(name, check, interleaved_microbatches=count)
+    accepted = draft.accepts(name, {"interleaved_microbatches": count}, num_microbatches=total)
     if accepted:
         draft.put(name, "modality.pipeline.interleaved_microbatches", count)
     return accepted

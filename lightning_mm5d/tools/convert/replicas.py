@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning_mm5d.config.features import check_features
 from lightning_mm5d.tools.convert.colossalai import KNOBS, PRECISION, SCALER, convert_dtypes, convert_precision
 from lightning_mm5d.tools.convert.knobs import (
     KERNELS,
@@ -98,11 +97,8 @@ def convert_zero(given: Mapping[str, Any]) -> Conversion:
 
 def convert_gemini(given: Mapping[str, Any]) -> Conversion:
     """Say the arguments of a `GeminiPlugin` in ours; raise ConfigError for what it refuses."""
-    draft, strict, sequences = (
-        Draft(GEMINI_KNOBS, with_all_kernels(given)),
-        "strict_ddp_mode",
-        "enable_sequence_parallelism",
-    )
+    draft = Draft(GEMINI_KNOBS, with_all_kernels(given))
+    strict, sequences = "strict_ddp_mode", "enable_sequence_parallelism"
     if draft.get(strict, False):
         draft.put(strict, "modality.sharding.zero_stage", 0)
         draft.leave_rest(["shard_param_frac"], "always", f"{strict} decides")
@@ -111,9 +107,7 @@ def convert_gemini(given: Mapping[str, Any]) -> Conversion:
         draft.put("shard_param_frac", "modality.sharding.zero_stage", stage)
     offloads: list[str] = []
     for name, kind in (("offload_optim_frac", "optimizer"), ("offload_param_frac", "parameters")):
-        if draft.get(name, 0) and draft.accepts(
-            name, lambda modality: check_features({"modalities": {"": modality}}), offload=[*offloads, kind]
-        ):
+        if draft.get(name, 0) and draft.accepts(name, {"offload": [*offloads, kind]}):
             offloads.append(kind)
             draft.put(name, "modality.memory.offload", [*offloads])
     convert_precision(draft, has_main=draft.get("master_weights", True))

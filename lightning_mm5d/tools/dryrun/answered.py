@@ -148,11 +148,8 @@ def answered(messages: Messages, results: Callable[[], Iterable[Tensor]]) -> Gen
         return AnsweredGroup(options, messages, results)
 
     dist.Backend.register_backend(BACKEND, make_group, extended_api=True, devices=["cpu"])
-    gloo, agree = (
-        patch.object(dist, "get_backend_config", lambda group=None: "cpu:gloo"),
-        patch.object(Agreement, "check"),
-    )
-    with gloo, agree:
+    gloo = patch.object(dist, "get_backend_config", lambda group=None: "cpu:gloo")
+    with gloo, patch.object(Agreement, "check"):
         try:
             yield
         finally:
@@ -188,7 +185,6 @@ class UnknownPayloadError(Exception):
 
     def __init__(self, edge: Edge) -> None:
         super().__init__(f"nothing is known of what {edge[0]} sends to {edge[1]}")
-        self.edge = edge
 
 
 class AnsweredTransport:
@@ -206,8 +202,7 @@ class AnsweredTransport:
     """
 
     is_ordered = False
-    bytes_required = bytes_sent = unsent = due = 0
-    waited = 0.0
+    bytes_sent = unsent = due = 0
 
     def __init__(self, plan: Plan, rank: int, hollow: HollowTensors, messages: Messages, records: Records) -> None:
         self.sent: defaultdict[Edge, list[Sent]] = defaultdict(list)
@@ -266,16 +261,14 @@ class AnsweredTransport:
     ) -> tuple[Any, list[Tensor]]:
         """What the bridge of the sender gives a channel."""
         numbers = [index for index, has in enumerate(sent.meta["grads"]) if has] if back else [*range(len(sent.forms))]
-        tensors = [self._hollow_tensor(*sent.forms[number]) for number in numbers]
+        forms = [sent.forms[number] for number in numbers]
+        tensors = [self._hollow.of(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in forms]
         shards = frozenset(place for place, number in enumerate(numbers) if number in sent.shards)
         meta = {"missing": []} if back else sent.meta
         catcher = _Catcher(channel.dst_rank)
         bridges = Bridges(self._plan, catcher, channel.src_rank, {})  # type: ignore[arg-type]
         bridges.between(first, last, sent.place, back).send(meta, tensors, shards, UNKNOWN, sent.place)
         return catcher.payload
-
-    def _hollow_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self._hollow.of(torch.empty(shape, dtype=dtype, device="meta"))
 
     def flush(self) -> None:
         """Everything has left."""

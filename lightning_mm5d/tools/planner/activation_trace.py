@@ -121,13 +121,11 @@ class Trace:
         units: of each modality: before its layers, each layer, after them.
         exits: the results of encoders, by name.
         reached: names of the parameters that get a gradient.
-        uneven: modalities whose layers are in blocks, of unlike numbers of samples.
     """
 
     units: Mapping[str, Sequence[UnitUse]]
     exits: Mapping[str, Storages]
     reached: frozenset[str]
-    uneven: frozenset[str] = frozenset()
 
 
 def trace(
@@ -166,8 +164,7 @@ def trace(
             tracer.backward(loss)
     named = copy.named_parameters(remove_duplicate=False)
     reached = frozenset(name for name, parameter in named if id(parameter) in tracer.reached)
-    uneven = frozenset(name for name, block in tracer.blocks.items() if not block.is_even)
-    return Trace(tracer.units, tracer.exits, reached, uneven)
+    return Trace(tracer.units, tracer.exits, reached)
 
 
 class _Tracer:

@@ -8,7 +8,7 @@ what these are made of. Gradients that ranks sum whole have memory from the star
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -67,80 +67,71 @@ class Reduced(NamedTuple):
     owned: int | None
 
 
-@dataclass(frozen=True)
-class StageFlight:
-    """One stage on one rank; sequences have an entry for each unit, in the order in which they run.
+class UnitFlight(NamedTuple):
+    """One unit of a stage on one rank.
 
     Attributes:
-        saved: what each unit keeps of a microbatch.
+        saved: what it keeps of a microbatch.
         working: bytes that it needs for a moment.
         gradients: bytes of those of its trained parameters.
+        laid: of these, the ones that have memory from the start.
         away: whether what it keeps leaves for the host.
-        passed: what the stage receives and sends.
-        has_backward: whether anything is kept at all.
-        laid: bytes of gradients that have memory from the start; without any entry none have.
-        put_off: what each unit keeps of a microbatch whose weight gradients are put off, beside what it passed.
-        per_call: microbatches that units of `joins` compute in one call, in the first forward and the last backward.
-        joins: whether each unit is of an encoder whose calls are joined; without any entry none is.
+        put_off: what it keeps of a microbatch whose weight gradients are put off, beside what it passed.
+        joins: whether it is of an encoder whose calls are joined.
     """
 
-    saved: Sequence[Storages]
-    working: Sequence[int]
-    gradients: Sequence[int]
-    away: Sequence[bool]
+    saved: Storages
+    working: int
+    gradients: int
+    laid: int
+    away: bool
+    put_off: Storages
+    joins: bool
+
+
+@dataclass(frozen=True)
+class StageFlight:
+    """One stage on one rank.
+
+    Attributes:
+        units: in the order in which they run.
+        passed: what the stage receives and sends.
+        has_backward: whether anything is kept at all.
+        per_call: microbatches that units of joined calls compute in one call, in the first forward and the last
+            backward.
+    """
+
+    units: Sequence[UnitFlight]
     passed: Storages
     has_backward: bool
-    laid: Sequence[int] = ()
-    put_off: Sequence[Storages] = ()
     per_call: int = 1
-    joins: Sequence[bool] = ()
-
-    @cached_property
-    def coming(self) -> list[int]:
-        """Bytes of the gradients of each unit that take memory as they come."""
-        return [size - laid for size, laid in zip(self.gradients, self.laid or [0] * len(self.gradients), strict=True)]
 
     @cached_property
     def remaining(self) -> list[int]:
         """Bytes of a microbatch when a backward has freed all units, all but the first, and so on."""
         if not self.has_backward:
-            return [0] * (len(self.saved) + 1)
-        held: Storages = dict(self.passed)
-        sums = [sum(held.values())]
-        for storages in self.saved:
-            held |= storages
-            sums.append(sum(held.values()))
-        return sums
+            return [0] * (len(self.units) + 1)
+        return _sums([self.passed, *(unit.saved for unit in self.units)])[1:]
 
     @cached_property
     def remaining_put_off(self) -> list[int]:
         """As `remaining`, of a backward that puts weight gradients off."""
         sums = []
-        for done in range(len(self.saved) + 1):
+        for done in range(len(self.units) + 1):
             held: Storages = dict(self.passed) if done else {}
-            for storages in (*self.saved[:done], *self.put_off[done:]):
-                held |= storages
+            for number, unit in enumerate(self.units):
+                held |= unit.saved if number < done else unit.put_off
             sums.append(sum(held.values()))
         return sums
 
     @cached_property
-    def is_joint(self) -> Sequence[bool]:
-        """`joins`, with an entry for each unit."""
-        return self.joins or [False] * len(self.saved)
-
-    @cached_property
     def joint(self) -> list[int]:
         """Of `remaining`, what units of joined calls hold, beside what is passed."""
-        held: Storages = {}
-        sums = [0]
-        for number, storages in enumerate(self.saved):
-            held |= storages if self.has_backward and self.is_joint[number] else {}
-            sums.append(sum(size for key, size in held.items() if key not in self.passed))
-        return sums
+        return _sums([unit.saved if self.has_backward and unit.joins else {} for unit in self.units], self.passed)
 
-    def of_call(self, values: Sequence[int], size: int) -> list[int]:
-        """Return values of units for a call of `size` microbatches; 0 of joined units where these are not called."""
-        return [value * size if is_joint else value for value, is_joint in zip(values, self.is_joint, strict=True)]
+    def working(self, size: int) -> list[int]:
+        """Return what units need in a call of `size` microbatches; 0 of joined units where these are not called."""
+        return [unit.working * size if unit.joins else unit.working for unit in self.units]
 
     def left_by_call(self, left: Sequence[int], size: int) -> Sequence[int]:
         """Return what a backward leaves after each unit, which goes on through joined units for `size` microbatches."""
@@ -151,17 +142,22 @@ class StageFlight:
     @cached_property
     def on_host(self) -> list[int]:
         """Bytes of a microbatch that left for the host, of no unit, the first one, the first two and so on."""
-        leaving: Storages = {}
-        sums = [0]
-        for storages, away in zip(self.saved, self.away, strict=True):
-            leaving |= storages if away and self.has_backward else {}
-            sums.append(sum(size for number, size in leaving.items() if number not in self.passed))
-        return sums
+        return _sums([unit.saved if self.has_backward and unit.away else {} for unit in self.units], self.passed)
 
     @cached_property
     def leaves(self) -> int:
         """Bytes of a microbatch that leave for the host."""
         return self.on_host[-1]
+
+
+def _sums(storages: Iterable[Storages], besides: Collection[int] = ()) -> list[int]:
+    """Return the bytes of no storages, the first ones, the first two and so on, but for those of `besides`."""
+    held: Storages = {}
+    sums = [0]
+    for more in storages:
+        held |= more
+        sums.append(sum(size for number, size in held.items() if number not in besides))
+    return sums
 
 
 def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> Flight:
@@ -175,7 +171,7 @@ def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> 
     held: dict[tuple[StageKey, int], int] = {}
     host: dict[tuple[StageKey, int], int] = {}
     most = peak = most_host = together = 0
-    gradients = sum(sum(stage.laid) for stage in stages.values())
+    gradients = sum(unit.laid for stage in stages.values() for unit in stage.units)
     begun: set[tuple[StageKey, bool]] = set()
     calls = _calls(actions, stages)
     groups: dict[tuple[StageKey, int], int] = {}  # bytes of joined calls beside those of `held`
@@ -187,7 +183,7 @@ def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> 
         if action.kind is Kind.F:
             size, (group, called) = stage.remaining[-1], calls[number]
             groups[group] = groups.get(group, called * stage.joint[-1]) - stage.joint[-1]
-            working = max(stage.of_call(stage.working, called), default=0)
+            working = max(stage.working(called), default=0)
             now = sum(held.values()) + sum(groups.values()) + gradients + size + working
             peak, together = max(peak, now), max(together, now + sum(host.values()))
             if key in backs:
@@ -200,10 +196,8 @@ def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> 
         if action.passes_gradients:
             left, (group, called) = stage.remaining if action.frees else stage.remaining_put_off, calls[number]
             others = sum(held.values()) - held[key] + sum(groups.values()) - (groups[group] if called else 0)
-            coming = [
-                size if action.frees and (action.stage, is_joint) not in begun and (called or not is_joint) else 0
-                for size, is_joint in zip(stage.coming, stage.is_joint, strict=True)
-            ]
+            come = {joins for joins in {False, called > 0} if action.frees and (action.stage, joins) not in begun}
+            coming = [unit.gradients - unit.laid if unit.joins in come else 0 for unit in stage.units]
             left_units = stage.left_by_call(left, called)
             if host:  # a fetched storage is on the host too, until its unit is freed
                 away = stage.on_host if key in host else [0] * len(left_units)
@@ -214,10 +208,10 @@ def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> 
             peak, together = max(peak, top), max(together, top)
             held[key] = left[0]
             groups[group] = 0 if called else groups[group] + stage.joint[-1]
-            begun |= {(action.stage, is_joint) for is_joint in {False, called > 0} if action.frees}
+            begun |= {(action.stage, joins) for joins in come}
         elif (action.stage, True) not in begun:
             begun |= {(action.stage, True)}
-            gradients += sum(stage.coming)
+            gradients += sum(unit.gradients - unit.laid for unit in stage.units)
             now = sum(held.values()) + sum(groups.values()) + gradients
             peak, together = max(peak, now), max(together, now + sum(host.values()))
         if action.frees:
@@ -247,8 +241,8 @@ def _back(
     stage: StageFlight, left: Sequence[int], others: int, gradients: int, coming: Sequence[int], called: int
 ) -> tuple[int, int]:
     """Return the peak of one backward, which leaves `left` after each unit, and the gradients after it."""
-    peak, working = 0, stage.of_call(stage.working, called)
-    for number in reversed(range(len(stage.saved))):
+    peak, working = 0, stage.working(called)
+    for number in reversed(range(len(stage.units))):
         peak = max(peak, others + left[number + 1] + gradients + working[number])
         gradients += coming[number]
         peak = max(peak, others + left[number] + gradients)
@@ -257,9 +251,9 @@ def _back(
 
 def _ending(stage: StageFlight) -> list[Ending]:
     ending, came, remaining = list[Ending](), 0, stage.remaining
-    for number in reversed(range(len(stage.saved))):
-        before, came = came, came + stage.gradients[number]
-        ending.append(Ending(before, came, remaining[number + 1] + stage.working[number], remaining[number]))
+    for number, unit in reversed([*enumerate(stage.units)]):
+        before, came = came, came + unit.gradients
+        ending.append(Ending(before, came, remaining[number + 1] + unit.working, remaining[number]))
     return ending
 
 

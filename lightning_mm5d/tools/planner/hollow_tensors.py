@@ -231,8 +231,7 @@ def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Indices with the places of what masks choose instead of the masks."""
     places: list[Tensor | None] = []
     for index in indices:
-        is_mask = index is not None and index.dtype == torch.bool
-        places += index.nonzero().unbind(1) if index is not None and is_mask else [index]
+        places += index.nonzero().unbind(1) if index is not None and index.dtype == torch.bool else [index]
     return places
 
 

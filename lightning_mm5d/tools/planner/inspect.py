@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -231,28 +232,11 @@ _UNKNOWN = "?"
 
 def memory_table(memory: Sequence[RankMemory]) -> Table:
     """Return a row per rank; ranks in a row that need the same share one."""
-    runs: list[list[RankMemory]] = []
-    for estimate in memory:
-        if runs and estimate[1:] == runs[-1][0][1:]:
-            runs[-1].append(estimate)
-        else:
-            runs.append([estimate])
     rows = []
-    for first, *others in runs:
+    for _, (first, *others) in groupby(memory, key=lambda estimate: estimate[1:]):
         ranks = f"{first.rank}-{others[-1].rank}" if others else str(first.rank)
         rows.append((ranks, *(_UNKNOWN if size is None else memory_text(size) for size in first[1:])))
-    names = (
-        "rank",
-        "parameters",
-        "gradients",
-        "optimizer",
-        "activations",
-        "buffers",
-        "peak",
-        "on the host",
-        "together",
-    )
-    return Table.of(names, rows)
+    return Table.of(["on the host" if name == "host" else name for name in RankMemory._fields], rows)
 
 
 def options_table(plan: Plan, step: Step) -> Table:

@@ -23,8 +23,9 @@ Hoefler, T. Schneider, A. Lumsdaine, *LogGOPSim*, HPDC 2010): on CPUs the cores 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -205,8 +206,8 @@ class LayoutCosts:
 
     def _unit(self, unit: Unit, use: UnitUse, two: UnitUse, modality: Modality, factor: float, scale: Measured) -> Unit:
         tp, cp, ep = modality.tp_size, modality.cp_size, modality.ep_size
-        named = [each.name for each in fields(Work)]
-        work = Work(*(_on_ranks(getattr(use.work, n), getattr(two.work, n), tp) * factor for n in named))
+        works = zip(astuple(use.work), astuple(two.work), strict=True)
+        work = Work(*(_on_ranks(single, of_two, tp) * factor for single, of_two in works))
         within, block, beyond = (self.cluster.link(range(size)) for size in (tp, tp * cp, tp * ep))
         sums = {p.source: p.input for p in two.products if p.kind == "column" and p.passes}
         results = [p.output for p in two.products if p.kind == "row"]
@@ -232,11 +233,9 @@ class LayoutCosts:
 
     # --- a step ---
 
-    def timed(self, plan: Plan, samples: float) -> Plan:
-        """Return the plan with its units in seconds."""
-        return self._timed(plan, samples, self._messages(plan, samples))
-
-    def _timed(self, plan: Plan, samples: float, messages: _Messages) -> Plan:
+    def timed(self, plan: Plan, samples: float, messages: _Messages | None = None) -> Plan:
+        """Return the plan with its units in seconds; `messages` are those between its stages, where they are known."""
+        messages = self._messages(plan, samples) if messages is None else messages
         units: dict[StageKey, tuple[Unit, ...]] = {}
         for name, cuts in plan.partition.stages.items():
             modality = plan.modalities[name]
@@ -263,7 +262,7 @@ class LayoutCosts:
             played: of these, how many are simulated; the busiest rank does the rest at its pace.
         """
         messages, trained = self._messages(plan, samples), self.step.trainable
-        timed = self._timed(plan, samples, messages)
+        timed = self.timed(plan, samples, messages)
         graph, actions = timed.graphs.schedule(schedule, played, trained, rank=0)
         simulation = simulate(actions, graph, transfer_cost=self._transfers(plan, messages))
         ends, gathers = [0.0], [0.0]
@@ -282,9 +281,7 @@ class LayoutCosts:
     def _exchanged(self, plan: Plan, shards: DataShards, rank: int) -> tuple[float, float, float]:
         """Seconds in which a rank sums gradients, in which it updates and gathers, and of its last bucket's sum."""
         updated = 0.0
-        sums: dict[tuple[int, ...], float] = {}
-        scattered: dict[tuple[int, ...], float] = {}
-        gathered: dict[tuple[int, ...], float] = {}
+        sums, scattered, gathered = (Counter[tuple[int, ...]]() for _ in range(3))  # bytes of groups
         names = {name for key in plan.topology.stages_of(rank) for name in plan.ownership.parameters[key]}
         for name in names - plan.tied:
             parameter, shard = self.step.parameters[name], shards.of(name, rank)
@@ -296,11 +293,11 @@ class LayoutCosts:
                 own_shape = shard.own_shape(shape)
                 ranks = shard.across
                 if not shard.of_experts:
-                    scattered[shard.block] = scattered.get(shard.block, 0.0) + size * (name in self.step.trained)
-                    gathered[shard.block] = gathered.get(shard.block, 0.0) + count * parameter.element_size()
+                    scattered[shard.block] += size * (name in self.step.trained)
+                    gathered[shard.block] += count * parameter.element_size()
                 size = math.prod(own_shape) * dtype.itemsize
             if name in self.step.trained:
-                sums[ranks] = sums.get(ranks, 0.0) + size
+                sums[ranks] += size
                 states = None if self.step.states is None else self.step.states.of(name, own_shape, dtype)
                 updated += 0.0 if states is None else states.moved / self.cluster.memory_bandwidth
         link, bucket = self.cluster.link, self.step.bucket_bytes

@@ -60,20 +60,42 @@ def sketched_plan(layout: Layout, modalities: Mapping[str, Modality], *, v_shape
         for name, modality in modalities.items()
     }
     cuts = [cut for several in stages.values() for cut in several]
-    partition = Partition(
-        loss_modality=layout.loss_modality,
-        encoders={name: Encoder(owns=(), boundaries=()) for name in modalities if name != layout.loss_modality},
-        layers=dict.fromkeys(modalities),
-        parts=dict.fromkeys(modalities, Parts()),
-        stages=stages,
-        owners={cut.name: (cut.name,) for cut in cuts},
-        units={cut.name: (Unit.of({cut.name: 1.0}, _recomputed(modalities[cut.modality], cut.index)),) for cut in cuts},
-    )
+    units: dict[StageKey, tuple[Unit, ...]] = {
+        cut.name: (Unit.of({cut.name: 1.0}, _recomputed(modalities[cut.modality], cut.index)),) for cut in cuts
+    }
     costed = {
         name: modality if modality.cost is not None else replace(modality, cost=1.0)
         for name, modality in modalities.items()
     }
-    return Plan(layout, partition, costed, dict.fromkeys(partition.owners, 1), v_shaped=v_shaped)
+    return replace(plan_of_stages(layout, costed, stages, units), v_shaped=v_shaped)
+
+
+def plan_of_stages(
+    layout: Layout,
+    modalities: Mapping[str, Modality],
+    stages: dict[str, tuple[StageCut, ...]],
+    units: dict[StageKey, tuple[Unit, ...]],
+    late: Collection[str] = (),
+) -> Plan:
+    """Return the plan of a run without a model, whose parameters are those of its units, of one element each.
+
+    Args:
+        layout: which rank is where.
+        modalities: the configuration.
+        stages: of each modality.
+        units: of each stage.
+        late: encoders whose result the loss modality uses after its last layer.
+    """
+    partition = Partition(
+        loss_modality=layout.loss_modality,
+        encoders={name: Encoder((), (), used_late=name in late) for name in modalities if name != layout.loss_modality},
+        layers=dict.fromkeys(modalities),
+        parts=dict.fromkeys(modalities, Parts()),
+        stages=stages,
+        owners={name: (stage,) for stage, row in units.items() for unit in row for name in unit.costs},
+        units=units,
+    )
+    return Plan(layout, partition, modalities, dict.fromkeys(partition.owners, 1))
 
 
 def _recomputed(modality: Modality, stage: int) -> float:
@@ -130,10 +152,7 @@ class Outcome:
 
 
 def compare(
-    graph: Graph | Callable[[AnySchedule], Graph],
-    schedules: Iterable[AnySchedule] = SCHEDULES,
-    *,
-    transfer_cost: float | Callable[[StageKey, StageKey], float] = 0.0,
+    graph: Graph | Callable[[AnySchedule], Graph], schedules: Iterable[AnySchedule] = SCHEDULES
 ) -> list[Outcome]:
     """Builds and simulates several schedules of the same stages.
 
@@ -141,7 +160,6 @@ def compare(
         graph: the stages, or a function from a schedule to them where placements differ. ``auto`` then takes the best
             of the placements of all schedules.
         schedules: as `build` takes them.
-        transfer_cost: as in `simulate`.
 
     Raises:
         ConfigError: a name is not known.
@@ -150,7 +168,7 @@ def compare(
     schedules = list(schedules)
     outcomes = []
     for schedule in schedules:
-        played = [_play(schedule, placed, transfer_cost) for placed in _graphs(graph, schedule, schedules)]
+        played = [_play(schedule, placed) for placed in _graphs(graph, schedule, schedules)]
         outcomes.append(min(played, key=lambda outcome: outcome.simulation.makespan))
     return outcomes
 
@@ -163,10 +181,9 @@ def _graphs(
     return list(dict.fromkeys(graph(other) for other in (schedules if schedule == "auto" else [schedule])))
 
 
-def _play(schedule: AnySchedule, graph: Graph, transfer_cost: float | Callable[[StageKey, StageKey], float]) -> Outcome:
+def _play(schedule: AnySchedule, graph: Graph) -> Outcome:
     actions = build(schedule, graph)
-    simulation = simulate(actions, graph, transfer_cost=transfer_cost)
-    return Outcome(schedule=name_of(schedule), graph=graph, actions=actions, simulation=simulation)
+    return Outcome(schedule=name_of(schedule), graph=graph, actions=actions, simulation=simulate(actions, graph))
 
 
 STAGES_NOTE = "More stages are smaller stages: two activations of half a stage take as much as one of a whole stage."

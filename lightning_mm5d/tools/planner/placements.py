@@ -32,11 +32,11 @@ from typing import NamedTuple
 from lightning_mm5d.config.groups import PipelineTemplate, with_fields
 from lightning_mm5d.config.modality import Modality, Owner
 from lightning_mm5d.layout.layout import Layout
-from lightning_mm5d.partition import Encoder, Partition, Parts, StageCut
+from lightning_mm5d.partition import StageCut
 from lightning_mm5d.partition.costs import Unit, balance, costed, kept_of
-from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph
 from lightning_mm5d.schedule.graph import StageKey
+from lightning_mm5d.tools.planner.outcomes import plan_of_stages
 from lightning_mm5d.tools.planner.rank_memory import span_of
 
 Sums = tuple[int, ...]
@@ -427,16 +427,7 @@ def replica_graph(
         stages[name] = tuple(StageCut(name, index, *span) for index, span in enumerate(pairwise(ends)))
         for cut in stages[name]:
             units[cut.name] = tuple(rows[name][span_of(cut, stages[name])])
-    partition = Partition(
-        loss_modality=loss_modality,
-        encoders={name: Encoder((), (), used_late=name in late) for name in modalities if name != loss_modality},
-        layers=dict.fromkeys(modalities),
-        parts=dict.fromkeys(modalities, Parts()),
-        stages=stages,
-        owners={key: (stage,) for stage, row in units.items() for unit in row for key in unit.costs},
-        units=units,
-    )
     num_ranks = sum(modality.own_ranks_per_replica for modality in placed.values())
     layout = Layout.build(placed, world_size=num_ranks, loss_modality=loss_modality)
-    plan = Plan(layout, partition, placed, dict.fromkeys(partition.owners, 1))
-    return plan.graphs.graph(range(layout.num_replicas), num_microbatches, frozenset(partition.owners))
+    plan = plan_of_stages(layout, placed, stages, units, late)
+    return plan.graphs.graph(range(layout.num_replicas), num_microbatches, frozenset(plan.partition.owners))

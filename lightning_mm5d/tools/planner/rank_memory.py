@@ -35,7 +35,7 @@ from lightning_mm5d.schedule import AnySchedule, Graph
 from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.kept_results import operations_named
 from lightning_mm5d.tools.planner.activation_trace import Storages, Trace, UnitUse
-from lightning_mm5d.tools.planner.flights import Flight, Reduced, StageFlight, flown, reduced
+from lightning_mm5d.tools.planner.flights import Flight, Reduced, StageFlight, UnitFlight, flown, reduced
 from lightning_mm5d.tools.planner.hollow_tensors import OptimizerStates, StateBytes
 
 BUCKET_BYTES = 25 * 2**20
@@ -188,13 +188,10 @@ class _Estimate:
                 names.setdefault(id(self._step.parameters[name]), name)
         return tuple(names.values())
 
-    def _held(self, rank: int) -> list[_Held]:
-        return [self._parameter(name, rank) for name in self._names(rank)]
-
     def _parameter(self, name: str, rank: int) -> _Held:
         plan, step = self._plan, self._step
         parameter, shape = step.parameters[name], self._shards.local_shape(name, rank)
-        shard = self._shards.of(name, rank) if self._shards.exist else None
+        shard = self._shards.of(name, rank)
         own_shape = shape if shard is None else shard.own_shape(shape)
         shape = self._shape_in_step(name, rank)
         dtype = plan.held_dtype(parameter)
@@ -233,7 +230,7 @@ class _Estimate:
     # --- a rank ---
 
     def _rank(self, rank: int) -> RankMemory:
-        held = self._held(rank)
+        held = [self._parameter(name, rank) for name in self._names(rank)]
         trained = [p for p in held if p.trained]
         rests = [p for p in held if "parameters" not in p.offloads]
         away = sum(p.whole for p in held if "parameters" in p.offloads)
@@ -354,26 +351,18 @@ class _Estimate:
             self._schedules[replicas] = plan.graphs.schedule(step.schedule, count, step.trainable, rank=rank)
         graph, schedule = self._schedules[replicas]
         actions = plan.topology.actions_of(rank, schedule, count)
-        stages = {key: self._stage(key, rank, graph) for key in plan.topology.stages_of(rank)}
-        return flown(actions, stages)
+        stages = plan.topology.stages_of(rank)
+        for key in stages:
+            if key not in self._stages:
+                self._stages[key] = self._stage(key, rank, graph.has_backward(key))
+        return flown(actions, {key: self._stages[key] for key in stages})
 
-    def _stage(self, key: StageKey, rank: int, graph: Graph) -> StageFlight:
-        if key not in self._stages:
-            self._stages[key] = self._stage_flight(key, rank, graph.has_backward(key))
-        return self._stages[key]
-
-    def _stage_flight(self, key: StageKey, rank: int, has_backward: bool) -> StageFlight:
+    def _stage(self, key: StageKey, rank: int, has_backward: bool) -> StageFlight:
         plan, step = self._plan, self._step
         cuts = {cut.name: cut for cuts in plan.partition.stages.values() for cut in cuts}
         members = plan.topology.members[key]
         order = sorted(members, key=lambda member: plan.topology.order.index(member.modality))
-        gradients: list[int] = []
-        laid: list[int] = []
-        saved: list[Storages] = []
-        put_off: list[Storages] = []
-        working: list[int] = []
-        away: list[bool] = []
-        joins: list[bool] = []
+        flights: list[UnitFlight] = []
         calls = {member: plan.modalities[member.modality].pipeline.microbatches_per_call for member in order}
         counted: set[int] = set()  # one that several units use gets its gradient in the backward of the first of them
         for member in order:
@@ -382,22 +371,23 @@ class _Estimate:
             layers = plan.partition.kept_operations.get(member.modality, ())
             for number, (unit, use) in enumerate(zip(units, uses, strict=True), span.start):
                 operations = layers[number - 1] if 0 < number <= len(layers) else None
-                saved.append(_storages(use, operations))
-                put_off.append(use.put_off)
                 again = 0 if operations is None else sum(use.saved.values())
-                working.append(use.working + again)
                 sizes = self._gradients(unit.costs, rank, counted)
-                gradients.append(sum(sizes.values()))
-                laid.append(sum(size for name, size in sizes.items() if self._is_laid(name, rank)))
-                away.append("activations" in plan.modalities[member.modality].offloads)
-                joins.append(calls[member] > 1)
-        passed = self._passed(key, members, cuts)
-        size = max(calls.values())
-        return StageFlight(saved, working, gradients, away, passed, has_backward, laid, put_off, size, joins)
+                flight = UnitFlight(
+                    saved=_storages(use, operations),
+                    working=use.working + again,
+                    gradients=sum(sizes.values()),
+                    laid=sum(size for name, size in sizes.items() if self._is_laid(name, rank)),
+                    away="activations" in plan.modalities[member.modality].offloads,
+                    put_off=use.put_off,
+                    joins=calls[member] > 1,
+                )
+                flights.append(flight)
+        return StageFlight(flights, self._passed(key, members, cuts), has_backward, max(calls.values()))
 
     def _is_laid(self, name: str, rank: int) -> bool:
         """Whether a gradient has memory from the start of a step: ranks sum all of it."""
-        if self._shards.exist and self._shards.of(name, rank) is not None:
+        if self._shards.of(name, rank) is not None:
             return False
         return any(len(summed.ranks) > 1 and summed.rows is None for summed in summed_by(self._plan, name, rank))
 

@@ -407,10 +407,8 @@ def check_searched(modalities: Mapping[str, Modality]) -> None:
         raise ConfigError("modalities", list(modalities), rule, "Choose sizes by hand; mm5d simulate compares them")
     for name, modality in modalities.items():
         kind = modality.memory.activation_checkpointing
-        stages, replicas = (
-            "It lists stages, and the search chooses their number",
-            "The search lays out replicas that are equal",
-        )
+        stages = "It lists stages, and the search chooses their number"
+        replicas = "The search lays out replicas that are equal"
         refused = {
             "feeds": (isinstance(modality.feeds, list), stages, "Use 'first' or 'all'"),
             "activation_checkpointing": ("per_stage" in kind, stages, "Use a fraction, such as {fraction: 0.5}"),

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from lightning_mm5d.schedule import Action, Kind
 from lightning_mm5d.schedule.graph import StageKey
-from lightning_mm5d.tools.planner.flights import StageFlight, flown
+from lightning_mm5d.tools.planner.flights import StageFlight, UnitFlight, flown
 
 STAGE = StageKey("language", 0)
 
 
-def stage() -> StageFlight:
+def stage(*, per_call: int = 1, working: int = 0, away: bool = False, joins: bool = False) -> StageFlight:
     """Two units, which share storage 1 and pass storage 0; gradients of 7 bytes each."""
-    return StageFlight(
-        saved=[{1: 10, 2: 100}, {1: 10, 3: 200}],
-        working=[0, 0],
-        gradients=[7, 7],
-        away=[False, False],
-        passed={0: 1000},
-        has_backward=True,
-        put_off=[{1: 10, 4: 3}, {1: 10, 5: 4}],
-    )
+    units = [
+        UnitFlight(saved, working, gradients=7, laid=0, away=away, put_off=put_off, joins=joins)
+        for saved, put_off in (({1: 10, 2: 100}, {1: 10, 4: 3}), ({1: 10, 3: 200}, {1: 10, 5: 4}))
+    ]
+    return StageFlight(units, passed={0: 1000}, has_backward=True, per_call=per_call)
 
 
 def flight(*actions: tuple[Kind, int]) -> tuple[int, int]:
@@ -45,7 +39,7 @@ def test_weight_gradients_that_are_put_off_keep_what_they_are_made_of() -> None:
 
 
 def test_a_joined_call_holds_all_its_microbatches_from_the_first_forward_to_the_last_backward() -> None:
-    joined = replace(stage(), per_call=2, joins=[True, True], working=[5, 5])
+    joined = stage(per_call=2, joins=True, working=5)
     actions = [Action(kind, STAGE, number) for kind, number in ((Kind.F, 0), (Kind.F, 1), (Kind.B, 0), (Kind.B, 1))]
     found = flown(actions, {STAGE: joined})
     assert found.activations == 2 * 1310
@@ -56,7 +50,7 @@ def test_a_joined_call_holds_all_its_microbatches_from_the_first_forward_to_the_
 
 
 def test_what_is_fetched_is_on_the_host_too_until_its_backward_has_freed_it() -> None:
-    away = replace(stage(), away=[True, True])
+    away = stage(away=True)
     actions = [Action(kind, STAGE, number) for kind in (Kind.F, Kind.B) for number in range(3)]
     taken = flown(actions, {STAGE: away})
     assert taken.host == 3 * 310
