@@ -68,10 +68,6 @@ returns the samples of each, in rising order; None leaves the order of the batch
 """
 
 
-def _place(pair: tuple[int, Any]) -> int:
-    return pair[0]
-
-
 class _Cut(NamedTuple):
     """Where one leaf is cut: part m is ``[bounds[m], bounds[m + 1])`` along ``dim``, a microbatch or a sample.
 
