@@ -108,7 +108,7 @@ class Waiting(Tensor):
             if func in _VIEWING and first._host.is_contiguous() and _are_sizes(args[1:], kwargs):
                 form = func(first._host.to("meta"), *args[1:], **kwargs)
                 return Waiting(form, first.device, lambda: func(first.moved(), *args[1:], **kwargs))
-            if func is Tensor.to and _moves_to(first.device, *args[1:], **kwargs):
+            if func is Tensor.to and _form_of(first, *args[1:], **kwargs) == (first.dtype, first.device):
                 return first
         args, kwargs = tree_map_only(Waiting, methodcaller("moved"), (args, kwargs))
         return func(*args, **kwargs)
@@ -127,12 +127,6 @@ def on_device(x: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)  # torch keeps pinned memory until it is read
     return x.to(device, copy=True)
-
-
-def _moves_to(place: torch.device, device: Any = None, *others: Any, **options: Any) -> bool:
-    """Whether `to` with these arguments moves a tensor to a place, and does nothing else."""
-    named = isinstance(device, (str, torch.device))
-    return named and torch.device(device) == place and not others and not options.keys() - {"non_blocking"}
 
 
 def _are_sizes(args: Any, kwargs: Any) -> bool:
