@@ -388,15 +388,12 @@ class LazyTensor(Waiting):
                 yield piece._replace(start=begin + max(start - first, 0), end=begin + min(end, last) - first)
             first = last
 
-    def moved(self) -> Tensor:
-        """Return the values on the device, loaded at the first call; the same tensor each time."""
-        if self._moved is None:
-            self._read.is_set = True
-            parts = [piece.values() for piece in self._pieces]
-            # always a copy: others read the same sources
-            values = torch.cat(parts) if parts else torch.empty(self.shape)
-            self._moved = values.to(self.device, self.dtype, non_blocking=True)
-        return self._moved
+    def _move(self) -> Tensor:
+        self._read.is_set = True
+        parts = [piece.values() for piece in self._pieces]
+        # always a copy: others read the same sources
+        values = torch.cat(parts) if parts else torch.empty(self.shape)
+        return values.to(self.device, self.dtype, non_blocking=True)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
