@@ -34,10 +34,6 @@ def check_memory(field: str, modality: Modality) -> None:
     Raises:
         ConfigError: at the first field that cannot work.
     """
-    _check_sharing(field, modality)
-
-
-def _check_sharing(field: str, modality: Modality) -> None:
     stage, size = modality.sharding.zero_stage, modality.sharding.dp_shard_size
     if stage is not None and (isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage <= 3):
         near = min(3, max(0, stage)) if isinstance(stage, int | float) and not isinstance(stage, bool) else 0
