@@ -16,7 +16,7 @@ import itertools
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -567,8 +567,3 @@ class Resumable:
 
 def _refused(got: Any, rule: str, fix: str = "Keep the data") -> ConfigError:
     return ConfigError("dataloader", got, rule, f"{fix}, or {_AT_THE_END}")
-
-
-def with_own(position: Position, loader_states: dict[str, Any]) -> Position:
-    """Return `position` with the states of all replicas' own loaders."""
-    return replace(position, own=loader_states)
