@@ -436,7 +436,7 @@ class Resumable:
         """Keep the state of the user's own loader after batch `number`, where batches are fetched ahead of steps."""
         if self.progress.trainer is None or self.kind != "stateful":
             return
-        if self._is_sized() and self.ahead is None and self._states is None:
+        if _length(self) is not None and self.ahead is None and self._states is None:
             return
         if self._states is None:
             self._states = deque(maxlen=2 * self.progress.batches_per_step + 1)
@@ -462,17 +462,8 @@ class Resumable:
     def _shard_key(self) -> str:
         return ",".join(map(str, self.progress.shards))
 
-    def _is_sized(self) -> bool:
-        try:
-            return len(self) >= 0  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            return False
-
     def _samples(self) -> int | None:
-        try:
-            return len(self.dataset) if self.kind == "map" else None  # type: ignore[attr-defined]
-        except (TypeError, NotImplementedError):
-            return None
+        return _length(self.dataset) if self.kind == "map" else None  # type: ignore[attr-defined]
 
     def _generators(self) -> dict[str, Any]:
         if self.progress.trainer is None:
@@ -563,6 +554,14 @@ class Resumable:
                 "checkpoint was saved; a StatefulDataLoader of torchdata would save its position instead",
                 stacklevel=2,
             )
+
+
+def _length(sized: Any) -> int | None:
+    """Return the length of what tells it."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _refused(got: Any, rule: str, fix: str = "Keep the data") -> ConfigError:
