@@ -17,7 +17,7 @@ from types import FunctionType
 
 from torch import nn
 
-from lightning_mm5d.source.trees import is_super, method_of, next_method, tree_of
+from lightning_mm5d.source.trees import is_call_of, is_super, method_of, next_method, tree_of
 
 # Bookkeeping of the frameworks themselves (weight tying, generation): following it would report accesses that a
 # forward pass does not make.
@@ -134,18 +134,16 @@ class _Reader:
         elif isinstance(node, ast.For):
             outer, self._statements = self._statements, []
             self._visit_noted(node.iter, node.target)
-            for child in _rest(node, "iter"):
+            for child in _rest(node):
                 self._visit_noted(child)
             self.loops.append(self._statements)
             self._statements = outer + self._statements
         elif isinstance(node, ast.comprehension):
-            self._visit(node.iter)
-            for child in _rest(node, "iter"):
+            for child in (node.iter, *_rest(node)):
                 self._visit(child)
         elif isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp)):
-            for generator in node.generators:
-                self._visit(generator)
-            self._visit(node.elt)
+            for child in (*node.generators, node.elt):
+                self._visit(child)
         else:
             for child in ast.iter_child_nodes(node):
                 self._visit(child)
@@ -163,7 +161,7 @@ class _Reader:
             binds = not isinstance(value, ast.Call)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             target, value, binds = node.value.func, node.value, False  # a method may write to its object
-        elif isinstance(target, ast.Tuple) and _is_call_of(node, "enumerate"):
+        elif isinstance(target, ast.Tuple) and is_call_of(node, "enumerate"):
             target = target.elts[-1]
         if target is not None:
             written, read = (self._names_in(part) for part in (target, value))
@@ -205,7 +203,6 @@ class _Reader:
         for argument in sorted((*node.args, *(keyword.value for keyword in node.keywords)), key=self._is_module):
             self._visit(argument)
         if is_super(node.func):
-            assert isinstance(node.func, ast.Attribute)
             self._follow(next_method(type(self._module), self._trail[-1], node.func.attr))
         elif chain == []:
             self._follow(method_of(type(self._module), "forward"))
@@ -254,12 +251,9 @@ class _Reader:
             self.loops += reader.loops
 
 
-def _is_call_of(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
-
-
-def _rest(node: ast.AST, field: str) -> Iterator[ast.AST]:
-    return (child for child in ast.iter_child_nodes(node) if child is not getattr(node, field))
+def _rest(node: ast.For | ast.comprehension) -> Iterator[ast.AST]:
+    """All but what is run over."""
+    return (child for child in ast.iter_child_nodes(node) if child is not node.iter)
 
 
 def used_fields(root: nn.Module, path: str, method: str) -> frozenset[str] | None:

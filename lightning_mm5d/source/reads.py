@@ -308,11 +308,7 @@ def _uses_input_width(method: ast.FunctionDef) -> bool:
 
 def _is_shape(node: ast.AST, arguments: set[str]) -> bool:
     """Whether a node is ``x.shape`` or ``x.size(...)`` of an argument."""
-    if isinstance(node, ast.Call):
-        node = node.func
-        name = "size"
-    else:
-        name = "shape"
+    node, name = (node.func, "size") if isinstance(node, ast.Call) else (node, "shape")
     return (
         isinstance(node, ast.Attribute)
         and node.attr == name
