@@ -19,7 +19,6 @@ from lightning_mm5d.config.modality import (
     check_feeds_from,
     colocated_dp,
     decoders_of,
-    loss_modality_of,
     main_modality_of,
 )
 
@@ -58,7 +57,6 @@ MOST = 2**20  # more ranks, stages or microbatches than any run has
 def check(
     modalities: Mapping[str, Modality],
     *,
-    loss_modality: str | None = None,
     num_microbatches: int | None,
     microbatch_size: int | None = None,
     schedule: str,
@@ -68,7 +66,6 @@ def check(
 
     Args:
         modalities: what the user wrote, by name.
-        loss_modality: name of the modality that computes the loss; by default the one of `loss_modality_of`.
         num_microbatches: microbatches per batch; None where it is 1, or follows from `microbatch_size`.
         microbatch_size: samples per microbatch; None where `num_microbatches` says into how many parts.
         schedule: name of the schedule.
@@ -80,12 +77,7 @@ def check(
     _check_types(modalities)
     refuse_absent({"modalities": modalities})
     check_feeds_from(modalities)
-    loss_modality = loss_modality_of(modalities) if loss_modality is None else loss_modality
-    if loss_modality not in modalities:
-        rule = "The modality that computes the loss must be one of the modalities"
-        raise ConfigError("loss_modality", loss_modality, rule, did_you_mean(loss_modality, modalities))
-    decoders = decoders_of(modalities)
-    main = main_modality_of(modalities) if decoders else loss_modality
+    decoders, main = decoders_of(modalities), main_modality_of(modalities)
     for name, modality in modalities.items():
         _check_sizes(f"modalities.{name}", modality)
     for replicas in parts("pipelines"):
