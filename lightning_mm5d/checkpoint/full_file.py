@@ -316,14 +316,11 @@ def save_full(checkpoint: Any, path: str | os.PathLike[str]) -> None:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-    except (RuntimeError, OSError) as error:
+    except BaseException as error:
         replacement.abort()
-        cause = error if isinstance(error, OSError) else error.__context__
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
         if isinstance(cause, OSError):  # torch says only that it could not write
             raise OSError(cause.errno, cause.strerror, os.fspath(path)) from None
-        raise
-    except BaseException:
-        replacement.abort()
         raise
     replacement.commit()
 
