@@ -225,9 +225,10 @@ def decode_header(text: bytes, file_size: int) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise HeaderError("the metadata of its header are no strings")
     origin = 8 + len(text)
-    entries = sorted(((name, _entry(name, value, origin)) for name, value in tree.items()), key=_position)
+    entries = {name: _entry(name, value, origin) for name, value in tree.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     end = origin
-    for name, entry in entries:
+    for name, entry in entries.items():
         if entry.start != end:
             raise HeaderError(
                 f"the bytes of {name!r} start at {entry.start}, and those of the tensor before end at {end}"
@@ -235,7 +236,7 @@ def decode_header(text: bytes, file_size: int) -> Header:
         end = entry.stop
     if end != file_size:
         raise HeaderError(f"its tensors end at byte {end}, but the file has {file_size} bytes")
-    return _with_checksums(dict(entries), metadata)
+    return _with_checksums(entries, metadata)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -243,10 +244,6 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(tree) != len(pairs):
         raise HeaderError("a name stands twice in the same object")
     return tree
-
-
-def _position(item: tuple[str, Entry]) -> tuple[int, int]:
-    return item[1].start, item[1].stop
 
 
 def _entry(name: str, value: Any, origin: int) -> Entry:
