@@ -60,7 +60,6 @@ def check(
     num_microbatches: int | None,
     microbatch_size: int | None = None,
     schedule: str,
-    schedules: Sequence[str],
 ) -> None:
     """Refuse what is wrong whatever the model and the number of ranks.
 
@@ -68,8 +67,7 @@ def check(
         modalities: what the user wrote, by name.
         num_microbatches: microbatches per batch; None where it is 1, or follows from `microbatch_size`.
         microbatch_size: samples per microbatch; None where `num_microbatches` says into how many parts.
-        schedule: name of the schedule.
-        schedules: names of the schedules that exist.
+        schedule: its name, or another word for one of the user's own.
 
     Raises:
         ConfigError: at the first field that cannot work.
@@ -96,8 +94,6 @@ def check(
         _check_feeds(name, modalities, main)
         _check_colocation(name, modalities)
     _check_microbatches(num_microbatches, microbatch_size)
-    if schedule not in schedules:
-        raise ConfigError("schedule", schedule, "No such schedule", did_you_mean(schedule, schedules))
 
 
 def _check_types(modalities: object) -> None:

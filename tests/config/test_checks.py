@@ -17,7 +17,6 @@ from lightning_mm5d.config.groups import PipelineTemplate
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.schedule import check_fields
 
-SCHEDULES = ("gpipe", "1f1b")
 COUNTS_AS_NO_SIZE = (0, -3, True, 2.0, "2", float("inf"))
 
 YAML = """
@@ -49,7 +48,7 @@ def command(*words: str) -> Any:
 
 
 def run(modalities: Any, **changes: Any) -> None:
-    rest = {"num_microbatches": 4, "schedule": "1f1b", "schedules": SCHEDULES}
+    rest = {"num_microbatches": 4, "schedule": "1f1b"}
     check(modalities, **{**rest, **changes})
 
 
@@ -218,9 +217,10 @@ def test_refuses_a_size_where_no_batch_decides_on_the_number(rest: dict[str, Any
 
 @pytest.mark.parametrize(("wrong", "meant"), [("1F1B", "1f1b"), ("gpip", "gpipe"), ("1-f-1-b", "1f1b")])
 def test_unknown_schedule_suggests_the_nearest(wrong: str, meant: str) -> None:
-    error = refusal({"language": Modality()}, schedule=wrong)
-    assert error.field == "schedule"
-    assert error.fix == f"Did you mean {meant!r}? There are gpipe, 1f1b"
+    with pytest.raises(ConfigError) as caught:
+        check_fields({"schedule": wrong})
+    assert caught.value.field == "schedule"
+    assert caught.value.fix.startswith(f"Did you mean {meant!r}? There are gpipe, 1f1b")
 
 
 def test_refuses_no_modalities() -> None:
