@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import broadcast, bytes_of, receive_tree, send_tree
+from lightning_mm5d.partition.parts import tensors_of
 from lightning_mm5d.plan.holdings import Holding, Holdings, narrowed
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import (
@@ -390,12 +391,6 @@ def _make_remote(tensor: Tensor, shape: torch.Size, origin: Origin) -> None:
     else:
         filler = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
         tensor.data = torch.full(shape, filler, dtype=tensor.dtype, device=tensor.device)
-
-
-def tensors_of(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers, tied ones under each of their names."""
-    yield from root.named_parameters(remove_duplicate=False)
-    yield from root.named_buffers(remove_duplicate=False)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ names.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeGuard
@@ -357,6 +357,12 @@ def holds_tensor(root: nn.Module, path: str, kind: str) -> bool:
     """Whether a path leads to a module's ``"parameter"`` or ``"buffer"``, which of these `kind` says."""
     holder, _, name = path.rpartition(".")
     return has_module(root, holder) and name in vars(root.get_submodule(holder))[f"_{kind}s"]
+
+
+def tensors_of(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers, tied ones under each of their names."""
+    yield from root.named_parameters(remove_duplicate=False)
+    yield from root.named_buffers(remove_duplicate=False)
 
 
 def has_no_forward(module: nn.Module) -> bool:
