@@ -105,9 +105,8 @@ def _verify_record(file: IO[bytes], record: zipfile.ZipInfo, has_checksums: bool
     """Return where the bytes of a record end."""
     if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
         raise ArchiveError(f"its record {record.filename!r} is compressed, and torch.save writes no such records")
-    if (
-        record.filename.endswith("/") or record.external_attr & _IS_FOLDER
-    ):  # torch reads nothing of it, and says nothing
+    if record.filename.endswith("/") or record.external_attr & _IS_FOLDER:
+        # torch reads nothing of it, and says nothing
         raise ArchiveError(f"its record {record.filename!r} is called a folder")
     file.seek(record.header_offset)
     entry = file.read(_ENTRY.size)
