@@ -60,12 +60,9 @@ class BufferState:
     def __init__(self, root: nn.Module, plan: Plan) -> None:
         self._root, self._plan = root, plan
         self._stages = [plan.topology.instances(stage)[0][0] for stage in plan.topology.members]
-        shared = frozenset(plan.ownership.written_by_all)
-        self._start = {
-            name: (buffer, version_of(buffer))
-            for name, buffer in root.named_buffers(remove_duplicate=False)
-            if name in shared
-        }
+        named = root.named_buffers(remove_duplicate=False)
+        shared = {name: buffer for name, buffer in named if name in plan.ownership.written_by_all}
+        self._start = {name: (buffer, version_of(buffer)) for name, buffer in shared.items()}
 
     def sources(self, device: torch.device) -> Mapping[str, int]:
         """Return the rank that has the value of each buffer whose primary rank has not; collective.
