@@ -162,11 +162,9 @@ def group_batches(dataloader: Any, count: int) -> Any:
     An epoch that ends with fewer batches than `count` ends with a step of as many as are left.
 
     Args:
-        dataloader: what the user's hook returned, prepared for this rank; its class and attributes are kept.
+        dataloader: from `shard_loader`; its class and attributes are kept.
         count: batches per step.
     """
-    if not isinstance(dataloader, Resumable):
-        return _Grouped(dataloader, count)
     loader = _copied(dataloader, _GroupedIteration)
     loader.progress = replace(loader.progress, batches_per_step=count)
     return loader
@@ -328,19 +326,6 @@ class _GroupedIteration:
 
     def __len__(self) -> int:
         return -(-super().__len__() // self.progress.batches_per_step)  # type: ignore[misc]
-
-
-class _Grouped:
-    """Groups the batches of an iterable that is no DataLoader."""
-
-    def __init__(self, iterable: Any, count: int) -> None:
-        self.iterable, self.count = iterable, count
-
-    def __iter__(self) -> Iterator[Any]:
-        return _groups(iter(self.iterable), self.count)
-
-    def __len__(self) -> int:
-        return -(-len(self.iterable) // self.count)
 
 
 def _is_for_user(loader: Any, caller: FrameType) -> bool:
