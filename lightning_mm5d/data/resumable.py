@@ -262,9 +262,8 @@ class Resumable:
     def take_order_seed(self) -> None:
         """Draw orders as the run did that this one goes on with, also from dataloaders that are made later."""
         seeds = self.progress.trainer.order_seeds if self.progress.trainer is not None else {}
-        for leaf in {
-            id(leaf): leaf for leaf in map(leaf_of, (self.served_indices, *self.served_order.samplers))
-        }.values():
+        leaves = map(leaf_of, (self.served_indices, *self.served_order.samplers))
+        for leaf in {id(leaf): leaf for leaf in leaves}.values():
             if isinstance(leaf, DistributedSampler):
                 leaf.seed = seeds.get(leaf.seed, leaf.seed)
 
