@@ -228,9 +228,7 @@ def _unnamed_file() -> io.FileIO:
     """Return an open file, in memory where the system has such."""
     if hasattr(os, "memfd_create"):
         return io.FileIO(os.memfd_create("mm5d-stacks"), "r+")
-    descriptor, path = tempfile.mkstemp()
-    os.unlink(path)
-    return io.FileIO(descriptor, "r+")
+    return tempfile.TemporaryFile(buffering=0)
 
 
 def _collective(thread: int, function: tuple[str, str], since: float) -> Wait | None:
