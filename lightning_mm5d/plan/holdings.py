@@ -92,7 +92,6 @@ class DataShards:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._numbers = {name: number for number, name in enumerate(plan.shapes)}
-        self._kinds: dict[str, Any] = {}
         self._copies: dict[Any, _Copies | None] = {}
         self._cut = cache(_cut)
         self._blocks: dict[tuple[StageKey, int], tuple[tuple[int, ...], ...]] = {}
@@ -178,9 +177,7 @@ class DataShards:
                         yield copies
 
     def _copies_of(self, name: str, rank: int) -> _Copies | None:
-        if name not in self._kinds:
-            self._kinds[name] = self._kind(name)
-        key = (self._kinds[name], rank)
+        key = self._kind(name), rank
         if key not in self._copies:
             self._copies[key] = self._find_copies(name, rank)
         return self._copies[key]
