@@ -125,7 +125,7 @@ def storable(dtype: torch.dtype) -> bool:
     return dtype in _NAMES
 
 
-def lay_out(specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Entry]:
+def lay_out(specs: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> dict[str, Entry]:
     """Return where the bytes of each tensor go, from byte 0 on.
 
     Tensors of large elements come first, so that each begins at a multiple of its element's size.
@@ -528,7 +528,7 @@ class TensorFileWriter:
         checksums: bool = True,
     ) -> None:
         self.path, self._metadata, self._flush, self._checks = Path(path), dict(metadata or {}), flush, checksums
-        self._entries = lay_out({name: (dtype, tuple(shape)) for name, (dtype, shape) in specs.items()})
+        self._entries = lay_out(specs)
         self._which, self._blocks = block_sizes(self._entries)
         self._digits = {name: "0" * 8 * block_count(entry, self._blocks[name]) for name, entry in self._entries.items()}
         self._missing = set(self._entries)
