@@ -236,16 +236,13 @@ class _Source:
 @contextmanager
 def _outside_of_steps(default: torch.dtype) -> Iterator[None]:
     """Compute as outside of a step: with the default dtype `default`, and without autocast."""
-    now = torch.get_default_dtype()
-    torch.set_default_dtype(default)
-    try:
-        with ExitStack() as stack:
-            for kind in {"cpu", *((device.type,) if (device := torch.accelerator.current_accelerator()) else ())}:
-                if torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, enabled=False))
-            yield
-    finally:
-        torch.set_default_dtype(now)
+    with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(default)
+        for kind in {"cpu", *((device.type,) if (device := torch.accelerator.current_accelerator()) else ())}:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _loads_in_worker(sources: Sequence[_Source]) -> bool:
