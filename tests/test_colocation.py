@@ -12,7 +12,7 @@ from lightning_mm5d.config.modality import Modality, colocated_dp
 
 
 def run(modalities: dict[str, Modality]) -> None:
-    check(modalities, loss_modality="language", num_microbatches=4, schedule="1f1b", schedules=["1f1b"])
+    check(modalities, num_microbatches=4, schedule="1f1b")
 
 
 def refusal(modalities: dict[str, Modality]) -> ConfigError:

@@ -32,8 +32,8 @@ import warnings
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import date, datetime, time, timedelta, timezone
 from enum import Enum
 from functools import partial
@@ -50,6 +50,7 @@ from lightning.fabric.plugins.io import CheckpointIO
 from lightning.fabric.utilities.data import AttributeDict as FabricAttributeDict
 from lightning.pytorch.trainer import states
 from lightning.pytorch.utilities.parsing import AttributeDict
+from torch.utils.serialization import config as serialization_config
 from typing_extensions import override
 
 from lightning_mm5d.config.errors import CheckpointUntrustedError
@@ -105,9 +106,8 @@ def _verify_record(file: IO[bytes], record: zipfile.ZipInfo, has_checksums: bool
     """Return where the bytes of a record end."""
     if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
         raise ArchiveError(f"its record {record.filename!r} is compressed, and torch.save writes no such records")
-    if (
-        record.filename.endswith("/") or record.external_attr & _IS_FOLDER
-    ):  # torch reads nothing of it, and says nothing
+    if record.filename.endswith("/") or record.external_attr & _IS_FOLDER:
+        # torch reads nothing of it, and says nothing
         raise ArchiveError(f"its record {record.filename!r} is called a folder")
     file.seek(record.header_offset)
     entry = file.read(_ENTRY.size)
@@ -287,6 +287,8 @@ def _plain(dtype: np.dtype) -> np.dtype:
     return dtype
 
 
+# has torch write the checksums of records, whatever it is set to
+_checksums = partial(serialization_config.patch, "save.compute_crc32", True)  # type: ignore[attr-defined]
 _SCANNED_BYTES = 64 * 2**20  # of a pickle, for the names in it
 _DAMAGE = (
     *(RuntimeError, ValueError, TypeError, LookupError, EOFError, AttributeError, ArithmeticError, MemoryError),
@@ -316,14 +318,11 @@ def save_full(checkpoint: Any, path: str | os.PathLike[str]) -> None:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-    except (RuntimeError, OSError) as error:
+    except BaseException as error:
         replacement.abort()
-        cause = error if isinstance(error, OSError) else error.__context__
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
         if isinstance(cause, OSError):  # torch says only that it could not write
             raise OSError(cause.errno, cause.strerror, os.fspath(path)) from None
-        raise
-    except BaseException:
-        replacement.abort()
         raise
     replacement.commit()
 
@@ -423,17 +422,6 @@ def _local(path: str | os.PathLike[str]) -> Path | None:
         return Path(name)
     files, place = url_to_fs(name)
     return Path(place) if isinstance(files, LocalFileSystem) else None
-
-
-@contextmanager
-def _checksums() -> Iterator[None]:
-    """Have torch write the checksums of records, whatever it is set to."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 def _untrusted(name: str, named: list[str]) -> CheckpointUntrustedError:

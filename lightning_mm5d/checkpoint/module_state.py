@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import broadcast, bytes_of, receive_tree, send_tree
+from lightning_mm5d.partition.parts import tensors_of
 from lightning_mm5d.plan.holdings import Holding, Holdings, narrowed
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import (
@@ -59,12 +60,9 @@ class BufferState:
     def __init__(self, root: nn.Module, plan: Plan) -> None:
         self._root, self._plan = root, plan
         self._stages = [plan.topology.instances(stage)[0][0] for stage in plan.topology.members]
-        shared = frozenset(plan.ownership.written_by_all)
-        self._start = {
-            name: (buffer, version_of(buffer))
-            for name, buffer in root.named_buffers(remove_duplicate=False)
-            if name in shared
-        }
+        named = root.named_buffers(remove_duplicate=False)
+        shared = {name: buffer for name, buffer in named if name in plan.ownership.written_by_all}
+        self._start = {name: (buffer, version_of(buffer)) for name, buffer in shared.items()}
 
     def sources(self, device: torch.device) -> Mapping[str, int]:
         """Return the rank that has the value of each buffer whose primary rank has not; collective.
@@ -390,12 +388,6 @@ def _make_remote(tensor: Tensor, shape: torch.Size, origin: Origin) -> None:
     else:
         filler = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
         tensor.data = torch.full(shape, filler, dtype=tensor.dtype, device=tensor.device)
-
-
-def tensors_of(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers, tied ones under each of their names."""
-    yield from root.named_parameters(remove_duplicate=False)
-    yield from root.named_buffers(remove_duplicate=False)
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,4 @@ def _merged(states: Mapping[int, Mapping[str, Any]], held: Mapping[int, Holding]
 
 def names_of(root: nn.Module) -> dict[int, str]:
     """Return the first name of each parameter, by identity."""
-    names: dict[int, str] = {}
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), name)
-    return names
+    return {id(parameter): name for name, parameter in root.named_parameters()}

@@ -19,7 +19,6 @@ from lightning_mm5d.config.modality import (
     check_feeds_from,
     colocated_dp,
     decoders_of,
-    loss_modality_of,
     main_modality_of,
 )
 
@@ -34,10 +33,6 @@ def check_memory(field: str, modality: Modality) -> None:
     Raises:
         ConfigError: at the first field that cannot work.
     """
-    _check_sharing(field, modality)
-
-
-def _check_sharing(field: str, modality: Modality) -> None:
     stage, size = modality.sharding.zero_stage, modality.sharding.dp_shard_size
     if stage is not None and (isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage <= 3):
         near = min(3, max(0, stage)) if isinstance(stage, int | float) and not isinstance(stage, bool) else 0
@@ -62,21 +57,17 @@ MOST = 2**20  # more ranks, stages or microbatches than any run has
 def check(
     modalities: Mapping[str, Modality],
     *,
-    loss_modality: str | None = None,
     num_microbatches: int | None,
     microbatch_size: int | None = None,
     schedule: str,
-    schedules: Sequence[str],
 ) -> None:
     """Refuse what is wrong whatever the model and the number of ranks.
 
     Args:
         modalities: what the user wrote, by name.
-        loss_modality: name of the modality that computes the loss; by default the one of `loss_modality_of`.
         num_microbatches: microbatches per batch; None where it is 1, or follows from `microbatch_size`.
         microbatch_size: samples per microbatch; None where `num_microbatches` says into how many parts.
-        schedule: name of the schedule.
-        schedules: names of the schedules that exist.
+        schedule: its name, or another word for one of the user's own.
 
     Raises:
         ConfigError: at the first field that cannot work.
@@ -84,12 +75,7 @@ def check(
     _check_types(modalities)
     refuse_absent({"modalities": modalities})
     check_feeds_from(modalities)
-    loss_modality = loss_modality_of(modalities) if loss_modality is None else loss_modality
-    if loss_modality not in modalities:
-        rule = "The modality that computes the loss must be one of the modalities"
-        raise ConfigError("loss_modality", loss_modality, rule, did_you_mean(loss_modality, modalities))
-    decoders = decoders_of(modalities)
-    main = main_modality_of(modalities) if decoders else loss_modality
+    decoders, main = decoders_of(modalities), main_modality_of(modalities)
     for name, modality in modalities.items():
         _check_sizes(f"modalities.{name}", modality)
     for replicas in parts("pipelines"):
@@ -108,8 +94,6 @@ def check(
         _check_feeds(name, modalities, main)
         _check_colocation(name, modalities)
     _check_microbatches(num_microbatches, microbatch_size)
-    if schedule not in schedules:
-        raise ConfigError("schedule", schedule, "No such schedule", did_you_mean(schedule, schedules))
 
 
 def _check_types(modalities: object) -> None:

@@ -120,11 +120,8 @@ class Modality(Shown):
             return max(self.lengths)
         if self.pp_size is not None:
             return self.pp_size
-        return (
-            1
-            if self.pipeline.pipeline_template is None
-            else max(self.pipeline.pipeline_template.num_stages // self.pipeline.pp_chunks, 1)
-        )
+        template = self.pipeline.pipeline_template
+        return 1 if template is None else max(template.num_stages // self.pipeline.pp_chunks, 1)
 
     @property
     def offloads(self) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import pairwise
+from operator import methodcaller
 from traceback import format_exception
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.random_state import all_states, pack_states
+from lightning_mm5d.data.random_state import CPU, all_states, pack_states
 
 _TELLING = {
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__),
@@ -44,11 +45,10 @@ _TELLING = {
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference, Tensor.is_inference),
     *(
         getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta", "layout")
-    ),
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("is_leaf", "grad_fn", "is_sparse", "is_quantized", "itemsize", "_version")
+        for name in (
+            *("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta", "layout"),
+            *("is_leaf", "grad_fn", "is_sparse", "is_quantized", "itemsize", "_version"),
+        )
     ),
 }
 
@@ -108,14 +108,14 @@ class Waiting(Tensor):
             if func in _VIEWING and first._host.is_contiguous() and _are_sizes(args[1:], kwargs):
                 form = func(first._host.to("meta"), *args[1:], **kwargs)
                 return Waiting(form, first.device, lambda: func(first.moved(), *args[1:], **kwargs))
-            if func is Tensor.to and _moves_to(first.device, *args[1:], **kwargs):
+            if func is Tensor.to and _form_of(first, *args[1:], **kwargs) == (first.dtype, first.device):
                 return first
-        args, kwargs = tree_map_only(Waiting, _values, (args, kwargs))
+        args, kwargs = tree_map_only(Waiting, methodcaller("moved"), (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        args, kwargs = tree_map_only(Waiting, _values, (args, kwargs or {}))
+        args, kwargs = tree_map_only(Waiting, methodcaller("moved"), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -127,16 +127,6 @@ def on_device(x: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)  # torch keeps pinned memory until it is read
     return x.to(device, copy=True)
-
-
-def _values(tensor: Waiting) -> Tensor:
-    return tensor.moved()
-
-
-def _moves_to(place: torch.device, device: Any = None, *others: Any, **options: Any) -> bool:
-    """Whether `to` with these arguments moves a tensor to a place, and does nothing else."""
-    named = isinstance(device, (str, torch.device))
-    return named and torch.device(device) == place and not others and not options.keys() - {"non_blocking"}
 
 
 def _are_sizes(args: Any, kwargs: Any) -> bool:
@@ -151,7 +141,6 @@ def _is_plain(index: Any) -> bool:
     return all(part is None or part is Ellipsis or type(part) is int or isinstance(part, slice) for part in parts)
 
 
-_CPU = torch.device("cpu")
 _CASTS = {
     Tensor.float: torch.float32,
     Tensor.half: torch.float16,
@@ -228,10 +217,10 @@ class _Source:
 
     def _loaded(self) -> Tensor:
         is_alone = threading.current_thread() is threading.main_thread()
-        states = pack_states(all_states(_CPU)) if is_alone else None
+        states = pack_states(all_states(CPU)) if is_alone else None
         with _outside_of_steps(self._default) if is_alone else nullcontext():
             values = torch.as_tensor(self.load())
-        if states is not None and not torch.equal(states, pack_states(all_states(_CPU))):
+        if states is not None and not torch.equal(states, pack_states(all_states(CPU))):
             rule = (
                 "It runs in threads, while steps draw from the generators of Python, numpy or torch that it draws from"
             )
@@ -247,16 +236,13 @@ class _Source:
 @contextmanager
 def _outside_of_steps(default: torch.dtype) -> Iterator[None]:
     """Compute as outside of a step: with the default dtype `default`, and without autocast."""
-    now = torch.get_default_dtype()
-    torch.set_default_dtype(default)
-    try:
-        with ExitStack() as stack:
-            for kind in {"cpu", *((device.type,) if (device := torch.accelerator.current_accelerator()) else ())}:
-                if torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, enabled=False))
-            yield
-    finally:
-        torch.set_default_dtype(now)
+    with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(default)
+        for kind in {"cpu", *((device.type,) if (device := torch.accelerator.current_accelerator()) else ())}:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _loads_in_worker(sources: Sequence[_Source]) -> bool:
@@ -334,7 +320,7 @@ class LazyTensor(Waiting):
         source = _Source(load, tuple(shape), dtype)
         if _loads_in_worker([source]):
             source.values()  # here, where a worker is seeded and can raise
-        return _lazy((_Piece(source, 0, shape[0]),), tuple(shape), dtype, _CPU)
+        return _lazy((_Piece(source, 0, shape[0]),), tuple(shape), dtype, CPU)
 
     def rows(self, start: int, end: int) -> Tensor:
         """Return the rows ``[start, end)``: of what was read, or which are loaded by themselves and not seen here."""
@@ -399,15 +385,12 @@ class LazyTensor(Waiting):
                 yield piece._replace(start=begin + max(start - first, 0), end=begin + min(end, last) - first)
             first = last
 
-    def moved(self) -> Tensor:
-        """Return the values on the device, loaded at the first call; the same tensor each time."""
-        if self._moved is None:
-            self._read.is_set = True
-            parts = [piece.values() for piece in self._pieces]
-            # always a copy: others read the same sources
-            values = torch.cat(parts) if parts else torch.empty(self.shape)
-            self._moved = values.to(self.device, self.dtype, non_blocking=True)
-        return self._moved
+    def _move(self) -> Tensor:
+        self._read.is_set = True
+        parts = [piece.values() for piece in self._pieces]
+        # always a copy: others read the same sources
+        values = torch.cat(parts) if parts else torch.empty(self.shape)
+        return values.to(self.device, self.dtype, non_blocking=True)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -466,7 +449,7 @@ def _rebuilt(
         assert values is not None
         source = _Source(_Loaded(values), shape, dtype)
         pieces = (_Piece(source, 0, shape[0]),)
-    tensor = _lazy(pieces, shape, dtype, _CPU)
+    tensor = _lazy(pieces, shape, dtype, CPU)
     tensor._key = key
     return tensor
 

@@ -101,48 +101,35 @@ def shard_loader(
     count = len(shards)
     if shares is not None and not part_of("dealing").deals(dataloader, shares):
         shares = None
+    progress = Progress(trainer, tuple(shards), num_shards, shares=None if shares is None else tuple(shares))
     if not isinstance(dataloader, DataLoader):
         if count > 1:
             raise unservable(dataloader, "it must be a torch DataLoader", "Return a DataLoader")
-        return ResumableIterable(dataloader, Progress(trainer, tuple(shards), num_shards), seed)  # type: ignore[return-value]
+        return ResumableIterable(dataloader, progress, seed)  # type: ignore[return-value]
     if count > 1 and isinstance(dataloader.dataset, IterableDataset):
         if hasattr(dataloader, "state_dict"):
             rule = "A loader of an IterableDataset with a state of its own cannot be read for each"
             raise unservable(dataloader, rule, "Use a DataLoader, or a map-style data set")
-        first, *others = (_stream(dataloader, shard, num_shards, seed, trainer, [*shared_objects]) for shard in shards)
+        by_shard = (replace(progress, shards=(shard,)) for shard in shards)
+        first, *others = (_stream(dataloader, of_shard, seed, [*shared_objects]) for of_shard in by_shard)
         first.others, first.is_of_trainer = others, bool(shared_objects)
         return first  # type: ignore[return-value]
-    loader = _served(_copied(dataloader, _ShardIteration), shards, num_shards, seed, unshared, trainer, shares)
+    loader = _served(_copied(dataloader, _ShardIteration), progress, seed, unshared)
     loader.is_of_trainer = bool(shared_objects)
     return loader
 
 
-def _stream(
-    dataloader: DataLoader[Any],
-    shard: int,
-    num_shards: int,
-    seed: int,
-    trainer: TrainerProgress | None,
-    shared: Sequence[object],
-) -> _StreamIteration:
+def _stream(dataloader: DataLoader[Any], progress: Progress, seed: int, shared: Sequence[object]) -> _StreamIteration:
     """Return a loader of one shard with a data set of its own, as another process would have."""
     loader = _copied(dataloader, _StreamIteration)
     with suppress(TypeError, NotImplementedError):  # one that holds a file: its shards are compared anyway
         object.__setattr__(loader, "dataset", copy.deepcopy(dataloader.dataset, {id(held): held for held in shared}))
-    return _served(loader, [shard], num_shards, seed, True, trainer, None)
+    return _served(loader, progress, seed, unshared=True)
 
 
-def _served(
-    loader: Any,
-    shards: Sequence[int],
-    num_shards: int,
-    seed: int,
-    unshared: bool,
-    trainer: TrainerProgress | None,
-    shares: Sequence[int] | None,
-) -> Any:
-    """Let a copy of the user's loader serve `shards`."""
-    count = len(shards)
+def _served(loader: Any, progress: Progress, seed: int, unshared: bool) -> Any:
+    """Let a copy of the user's loader serve the shards of `progress`."""
+    shards, num_shards, shares = progress.shards, progress.num_shards, progress.shares
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     indices = getattr(loader, name)
     samplers = samplers_of_shards(loader, indices, shards, num_shards, seed, unshared=unshared)
@@ -159,14 +146,12 @@ def _served(
         loader.generator = torch.Generator()
         loader.reseeds_generator = True
     loader.stays_lazy = StaysLazy() if loader.num_workers else None
-    loader.worker_init_fn = _SeedWorker(
-        tuple(shards), num_shards, loader.num_workers, loader.worker_init_fn, loader.stays_lazy
-    )
-    loader.num_workers *= count
+    init_fn = loader.worker_init_fn
+    loader.worker_init_fn = _SeedWorker(shards, num_shards, loader.num_workers, init_fn, loader.stays_lazy)
+    loader.num_workers *= len(shards)
     if hasattr(loader, "in_order"):
         loader.in_order = True  # the order of arrival would differ between ranks
-    loader.served_order, loader.served_indices = order, indices
-    loader.progress = Progress(trainer, tuple(shards), num_shards, shares=None if shares is None else tuple(shares))
+    loader.served_order, loader.served_indices, loader.progress = order, indices, progress
     loader.take_order_seed()
     return loader
 
@@ -177,11 +162,9 @@ def group_batches(dataloader: Any, count: int) -> Any:
     An epoch that ends with fewer batches than `count` ends with a step of as many as are left.
 
     Args:
-        dataloader: what the user's hook returned, prepared for this rank; its class and attributes are kept.
+        dataloader: from `shard_loader`; its class and attributes are kept.
         count: batches per step.
     """
-    if not isinstance(dataloader, Resumable):
-        return _Grouped(dataloader, count)
     loader = _copied(dataloader, _GroupedIteration)
     loader.progress = replace(loader.progress, batches_per_step=count)
     return loader
@@ -343,19 +326,6 @@ class _GroupedIteration:
 
     def __len__(self) -> int:
         return -(-super().__len__() // self.progress.batches_per_step)  # type: ignore[misc]
-
-
-class _Grouped:
-    """Groups the batches of an iterable that is no DataLoader."""
-
-    def __init__(self, iterable: Any, count: int) -> None:
-        self.iterable, self.count = iterable, count
-
-    def __iter__(self) -> Iterator[Any]:
-        return _groups(iter(self.iterable), self.count)
-
-    def __len__(self) -> int:
-        return -(-len(self.iterable) // self.count)
 
 
 def _is_for_user(loader: Any, caller: FrameType) -> bool:

@@ -68,10 +68,6 @@ returns the samples of each, in rising order; None leaves the order of the batch
 """
 
 
-def _place(pair: tuple[int, Any]) -> int:
-    return pair[0]
-
-
 class _Cut(NamedTuple):
     """Where one leaf is cut: part m is ``[bounds[m], bounds[m + 1])`` along ``dim``, a microbatch or a sample.
 
@@ -213,7 +209,7 @@ def split(
     return [Microbatch(_taken(batch, cuts, _part(m)), end - start) for m, (start, end) in enumerate(pairwise(ends))]
 
 
-def joined_parts(batch: Any, parts: Sequence[Microbatch], image_tokens: PackedTokens | None = None) -> Microbatch:
+def joined_parts(batch: Any, parts: Sequence[Microbatch], image_tokens: PackedTokens) -> Microbatch:
     """Returns the first microbatches of a batch, as `split` has made them, as one.
 
     Args:
@@ -224,11 +220,10 @@ def joined_parts(batch: Any, parts: Sequence[Microbatch], image_tokens: PackedTo
     samples, count = batch_samples(batch), sum(part.samples for part in parts)
     if samples is None or samples <= count:
         return counted(batch, samples)
-    tokens = image_tokens or PackedTokens()
     places = [place for part in parts for place in part.places or ()]
     if not places:
-        return Microbatch(_taken(batch, _plan(batch, samples, [0, count, samples], tokens), _part(0)), count)
-    cuts = _plan(batch, samples, [*range(samples + 1)], tokens)
+        return Microbatch(_taken(batch, _plan(batch, samples, [0, count, samples], image_tokens), _part(0)), count)
+    cuts = _plan(batch, samples, [*range(samples + 1)], image_tokens)
     return Microbatch(_taken(batch, cuts, _rows_of(places)), count, places=tuple(places))
 
 
@@ -292,7 +287,7 @@ def _rows_of(samples: Sequence[int]) -> Callable[[Any, _Cut], Any]:
 
 
 def split_each(
-    batch: Any, num_microbatches: int, samples: Sequence[int], *, image_tokens: PackedTokens | None = None
+    batch: Any, num_microbatches: int, samples: Sequence[int], *, image_tokens: PackedTokens
 ) -> list[Microbatch]:
     """Cuts the batches of several dataloaders, which hold unlike numbers of samples, each by itself.
 

@@ -119,7 +119,7 @@ def packed_rows(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) 
         ConfigError: a field is packed, but no way of counting fits every sample exactly.
     """
     rows: dict[Path, list[int]] = {}
-    by_kind = _members(fields, samples, tokens)
+    by_kind = _members(fields, tokens)
     claimed = {path for members in by_kind.values() for path in members}
     claimed |= {path for path in fields if path[-1:] == ("position_ids",)}  # of text, [3, B, S] by chance as many items
     others = {path: value for path, value in fields.items() if path and path not in claimed and len(value) != samples}
@@ -222,7 +222,7 @@ def _words(path: Path) -> set[str]:
     return topics - {"", "input", "value"}
 
 
-def _members(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) -> dict[str, dict[Path, Any]]:
+def _members(fields: Mapping[Path, Any], tokens: PackedTokens) -> dict[str, dict[Path, Any]]:
     """The fields of each modality that the model names, of each that ``<modality>_items`` names, and of each kind."""
     unclaimed = {path: value for path, value in fields.items() if path}
     told = [str(path[-1]).removesuffix("_items") for path in unclaimed if str(path[-1]).endswith("_items")]

@@ -180,9 +180,7 @@ def unpack_states(packed: Tensor, device: torch.device) -> None:
     random.setstate((version, tuple(numbers), gauss if has_own else None))
     *keys, position, has_gauss = integers[count + 2 :]
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    states = [packed[size + 16 :]]
-    length = len(torch.get_rng_state())
-    states = [states[0][:length].clone(), states[0][length:].clone()]
+    states = [part.clone() for part in packed[size + 16 :].tensor_split([len(torch.get_rng_state())])]
     set_torch_states(states if device.type == "cuda" and len(states[1]) else states[:1], device)
 
 

@@ -16,7 +16,7 @@ import itertools
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -262,9 +262,8 @@ class Resumable:
     def take_order_seed(self) -> None:
         """Draw orders as the run did that this one goes on with, also from dataloaders that are made later."""
         seeds = self.progress.trainer.order_seeds if self.progress.trainer is not None else {}
-        for leaf in {
-            id(leaf): leaf for leaf in map(leaf_of, (self.served_indices, *self.served_order.samplers))
-        }.values():
+        leaves = map(leaf_of, (self.served_indices, *self.served_order.samplers))
+        for leaf in {id(leaf): leaf for leaf in leaves}.values():
             if isinstance(leaf, DistributedSampler):
                 leaf.seed = seeds.get(leaf.seed, leaf.seed)
 
@@ -436,7 +435,7 @@ class Resumable:
         """Keep the state of the user's own loader after batch `number`, where batches are fetched ahead of steps."""
         if self.progress.trainer is None or self.kind != "stateful":
             return
-        if self._is_sized() and self.ahead is None and self._states is None:
+        if _length(self) is not None and self.ahead is None and self._states is None:
             return
         if self._states is None:
             self._states = deque(maxlen=2 * self.progress.batches_per_step + 1)
@@ -462,17 +461,8 @@ class Resumable:
     def _shard_key(self) -> str:
         return ",".join(map(str, self.progress.shards))
 
-    def _is_sized(self) -> bool:
-        try:
-            return len(self) >= 0  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            return False
-
     def _samples(self) -> int | None:
-        try:
-            return len(self.dataset) if self.kind == "map" else None  # type: ignore[attr-defined]
-        except (TypeError, NotImplementedError):
-            return None
+        return _length(self.dataset) if self.kind == "map" else None  # type: ignore[attr-defined]
 
     def _generators(self) -> dict[str, Any]:
         if self.progress.trainer is None:
@@ -565,10 +555,13 @@ class Resumable:
             )
 
 
+def _length(sized: Any) -> int | None:
+    """Return the length of what tells it."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def _refused(got: Any, rule: str, fix: str = "Keep the data") -> ConfigError:
     return ConfigError("dataloader", got, rule, f"{fix}, or {_AT_THE_END}")
-
-
-def with_own(position: Position, loader_states: dict[str, Any]) -> Position:
-    """Return `position` with the states of all replicas' own loaders."""
-    return replace(position, own=loader_states)

@@ -179,16 +179,12 @@ def drawn(sampler: Any, seed: int, epoch: int, drawing: Drawing | None = None) -
         epoch: of the order.
         drawing: entered for the first item in place of a seed.
     """
-    end, first = object(), 0
+    end = object()
     with seeded(seed, "order", epoch) if drawing is None else drawing():
         items = iter(sampler)
-        if drawing is not None:
-            item, first = next(items, end), 1
-    if first:
-        if item is end:
-            return
-        yield item
-    for step in itertools.count(first):
+        first = [] if drawing is None else [*itertools.islice(items, 1)]
+    yield from first
+    for step in itertools.count(len(first)):
         with seeded(seed, "order", epoch, step):
             item = next(items, end)
         if item is end:

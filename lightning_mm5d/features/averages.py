@@ -21,10 +21,11 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_mm5d.checkpoint.module_state import equalize, restore_full, tensors_of
+from lightning_mm5d.checkpoint.module_state import equalize, restore_full
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.random_state import CPU, kept_random_state
 from lightning_mm5d.data_parallel.main_parameters import computing_dtypes, widen
+from lightning_mm5d.partition.parts import tensors_of
 from lightning_mm5d.plan.holdings import DataShards, Holdings
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device

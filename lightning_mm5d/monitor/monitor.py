@@ -170,8 +170,7 @@ class Monitor:
             kind: of `ERRORS`.
             line: place and error, as one line.
         """
-        cause = {"kind": kind, "rank": self._rank, "line": line, "patience": 3.0}
-        self._blame(cause)
+        self._blame({"kind": kind, "rank": self._rank, "line": line, "patience": 3.0})
         if self.board is not None and self.board.error is None:
             self.board.wait(lambda: self.cause, 2.0)
         return self.cause is None or self.cause["rank"] == self._rank
@@ -187,8 +186,7 @@ class Monitor:
 
         def told() -> bool:
             board.post(self._entry(stack.Look(stack.Place("", ""), None), 0.0), fetches=True)
-            known = [rank for rank in others if self._is_told(rank)]
-            return len(known) == len(others)
+            return all(map(self._is_told, others))
 
         if not board.wait(told, TOLD_S):
             self._end_children()
@@ -294,11 +292,8 @@ class Monitor:
 
     def _all_heard(self, now: float) -> bool:
         assert self.board is not None
-        fresh = 6 * INTERVAL_S + self._world_size / 64
-        running = self.board.entries.values()
-        return len(self.board.heard) == self._world_size and all(
-            entry["state"] != "running" or now - self.board.heard[rank] < fresh
-            for rank, entry in zip(self.board.entries, running, strict=True)
+        return len(self.board.heard) == self._world_size and not any(
+            entry["state"] == "running" and self._is_silent(rank, now) for rank, entry in self.board.entries.items()
         )
 
     def _overdue(self, wait: stack.Wait, waited: float, now: float) -> Entry | None:

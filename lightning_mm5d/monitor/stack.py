@@ -30,6 +30,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_tb
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
@@ -227,9 +228,7 @@ def _unnamed_file() -> io.FileIO:
     """Return an open file, in memory where the system has such."""
     if hasattr(os, "memfd_create"):
         return io.FileIO(os.memfd_create("mm5d-stacks"), "r+")
-    descriptor, path = tempfile.mkstemp()
-    os.unlink(path)
-    return io.FileIO(descriptor, "r+")
+    return tempfile.TemporaryFile(buffering=0)
 
 
 def _collective(thread: int, function: tuple[str, str], since: float) -> Wait | None:
@@ -291,12 +290,8 @@ def _place(calls: Sequence[Call]) -> Place:
 
 
 def _of(traceback: TracebackType | None) -> list[Call]:
-    calls = []
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        calls.append(Call(code.co_filename, traceback.tb_lineno, code.co_name))
-        traceback = traceback.tb_next
-    return calls[::-1]
+    codes = [(frame.f_code, line) for frame, line in walk_tb(traceback)]
+    return [Call(code.co_filename, line, code.co_name) for code, line in reversed(codes)]
 
 
 def is_installed(file: str) -> bool:

@@ -28,6 +28,7 @@ from math import inf
 from subprocess import Popen
 from typing import Any
 
+from lightning_mm5d.config.tables import spans
 from lightning_mm5d.monitor.board import Board, Entry, ended_how, machine, state_of
 from lightning_mm5d.monitor.stack import AFTER_BATCHES, START_OF_BATCH
 
@@ -97,14 +98,7 @@ def place_text(entry: Entry) -> str:
 
 def named(ranks: list[int]) -> str:
     """Return ranks as English: ``"rank 2"``, ``"ranks 0-1, 3"``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+    return f"rank {spans(ranks)}" if len(ranks) == 1 else f"ranks {spans(ranks)}"
 
 
 def _matches(wait: Entry, other: Entry | None) -> bool:

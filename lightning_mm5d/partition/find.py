@@ -30,6 +30,7 @@ from lightning_mm5d.partition.parts import (
     Parts,
     has_module,
     has_no_forward,
+    holds_tensor,
     is_in,
     is_mentioned,
     is_metric,
@@ -416,16 +417,11 @@ def _longest_lists(root: nn.Module, within: tuple[str, ...], without: tuple[str,
     """The lists in `within` of modules that have parts, longest first; more parameters first where equally long."""
     for kind in (nn.ModuleList, nn.Sequential):
         lists: dict[str, tuple[int, int]] = {}
-        for start in within:
-            for path, module in (
-                root.get_submodule(start).named_modules(prefix=start) if has_module(root, start) else ()
-            ):
+        for start in (start for start in within if has_module(root, start)):
+            for path, module in root.get_submodule(start).named_modules(prefix=start):
                 # lists inside lists are parts of layers (experts), lists of leaves are heads or projections
-                if (
-                    not isinstance(module, kind)
-                    or _under(path, without)
-                    or _under(path.rpartition(".")[0], list(lists))
-                ):
+                holder = path.rpartition(".")[0]
+                if not isinstance(module, kind) or _under(path, without) or _under(holder, list(lists)):
                     continue
                 if any(next(layer.children(), None) is not None for layer in module):
                     lists[path] = (len(module), sum(parameter.numel() for parameter in module.parameters()))
@@ -460,15 +456,10 @@ def _submodules(module: nn.Module, touched: list[str]) -> list[str]:
         if has_module(module, item):
             if next(module.get_submodule(item).parameters(), None) is None:
                 continue
-        elif item.rpartition(".")[2] not in _owner(module, item)._parameters:
+        elif not holds_tensor(module, item, "parameter"):
             continue
         paths.append(item)
     return [item for item in paths if not _under(item.rpartition(".")[0], paths)]
-
-
-def _owner(module: nn.Module, path: str) -> nn.Module:
-    parent = path.rpartition(".")[0]
-    return module.get_submodule(parent) if has_module(module, parent) else module
 
 
 def _listed(value: Any) -> list[str]:

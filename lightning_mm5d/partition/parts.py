@@ -22,7 +22,7 @@ names.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeGuard
@@ -316,9 +316,9 @@ def resolve(root: nn.Module, path: str, field: str, *, or_parameter: bool = Fals
     Raises:
         ConfigError: it leads to something else, or nowhere.
     """
-    if has_module(root, path) or (or_parameter and _holds(root, path, "_parameters")):
+    if has_module(root, path) or (or_parameter and holds_tensor(root, path, "parameter")):
         return
-    kind = "parameter" if _holds(root, path, "_parameters") else "buffer" if _holds(root, path, "_buffers") else None
+    kind = next((kind for kind in ("parameter", "buffer") if holds_tensor(root, path, kind)), None)
     if kind is not None:
         rule = f"It is a {kind}, and a modality is a module, whose call gives the result that others consume"
         holder = path.rpartition(".")[0]
@@ -353,10 +353,16 @@ def is_mentioned(root: nn.Module, path: str, method: str) -> bool:
     return any(mentions(cls, words) for cls in read_classes) or (parts[-1:] != [] and parts[-1].isdigit())
 
 
-def _holds(root: nn.Module, path: str, kind: str) -> bool:
-    """Whether a path leads to a tensor among a module's `kind`, which is ``_parameters`` or ``_buffers``."""
+def holds_tensor(root: nn.Module, path: str, kind: str) -> bool:
+    """Whether a path leads to a module's ``"parameter"`` or ``"buffer"``, which of these `kind` says."""
     holder, _, name = path.rpartition(".")
-    return has_module(root, holder) and name in vars(root.get_submodule(holder))[kind]
+    return has_module(root, holder) and name in vars(root.get_submodule(holder))[f"_{kind}s"]
+
+
+def tensors_of(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers, tied ones under each of their names."""
+    yield from root.named_parameters(remove_duplicate=False)
+    yield from root.named_buffers(remove_duplicate=False)
 
 
 def has_no_forward(module: nn.Module) -> bool:

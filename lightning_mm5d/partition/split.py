@@ -36,7 +36,7 @@ from lightning_mm5d.partition.costs import (
     units,
 )
 from lightning_mm5d.partition.find import find, position
-from lightning_mm5d.partition.parts import Parts
+from lightning_mm5d.partition.parts import Parts, tensors_of
 from lightning_mm5d.partition.step_uses import Boundary, Encoder, Structure
 from lightning_mm5d.schedule.graph import StageKey
 
@@ -314,13 +314,7 @@ def _owners(root: nn.Module, held: Mapping[StageKey, Sequence[Unit]]) -> dict[st
     for stage, row in held.items():
         for full in (full for unit in row for full in unit.costs):
             users.setdefault(full, {})[stage] = None
-    ids = {
-        full: id(tensor)
-        for full, tensor in (
-            *root.named_parameters(remove_duplicate=False),
-            *root.named_buffers(remove_duplicate=False),
-        )
-    }
+    ids = {full: id(tensor) for full, tensor in tensors_of(root)}
     shared: dict[int, set[StageKey]] = {}
     for full, key in ids.items():
         shared.setdefault(key, set()).update(users[full])

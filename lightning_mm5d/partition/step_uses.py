@@ -158,7 +158,7 @@ class Boundary:
 
     @property
     def name(self) -> str:
-        return self.path if self.method == "forward" else f"{self.path}.{self.method}" if self.path else self.method
+        return self.path if self.method == "forward" else joined(self.path, self.method)
 
 
 @dataclass(frozen=True)
@@ -247,6 +247,6 @@ def named_decoders(root: nn.Module) -> dict[str, Encoder]:
     for path, module in root.named_modules():
         for name, attribute in _DECODERS.items():
             if isinstance(getattr(module, attribute, None), nn.Module) and name not in decoders:
-                inner = f"{path}.{attribute}" if path else attribute
+                inner = joined(path, attribute)
                 decoders[name] = Encoder((inner,), (Boundary(inner),))
     return decoders

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -91,9 +92,8 @@ class DataShards:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._numbers = {name: number for number, name in enumerate(plan.shapes)}
-        self._kinds: dict[str, Any] = {}
         self._copies: dict[Any, _Copies | None] = {}
-        self._cuts: dict[Any, tuple[int, tuple[Range, ...]] | None] = {}
+        self._cut = cache(_cut)
         self._blocks: dict[tuple[StageKey, int], tuple[tuple[int, ...], ...]] = {}
         self._experts = dict(parameters_of(plan.experts))
         self.exist = bool(plan.experts) or any(modality.shared_stage for modality in plan.modalities.values())
@@ -103,14 +103,14 @@ class DataShards:
         if not self.exist or name not in self._numbers:
             return None
         copies = self._copies_of(name, rank)
-        if copies and (experts := self._experts.get(name)):
-            place, ranges = copies.block.index(rank), experts.rows(name, self.local_shape(name, rank)[0])
-            return DataShard(3, 0, ranges, copies.block, copies.across, place, of_experts=True)
-        rests = copies and (copies.stage == 3 or self._plan.main_params is not None)
-        cut = copies and self._cut_of(name, self.local_shape(name, rank), len(copies.block), rests_own=bool(rests))
-        if not copies or not cut:
+        if copies is None:
             return None
-        return DataShard(copies.stage, cut[0], cut[1], copies.block, copies.across, copies.block.index(rank))
+        shape, (stage, block, across) = self.local_shape(name, rank), copies
+        if experts := self._experts.get(name):
+            return DataShard(3, 0, experts.rows(name, shape[0]), block, across, block.index(rank), of_experts=True)
+        rests_own = stage == 3 or self._plan.main_params is not None
+        cut = self._cut(shape, len(block), self._numbers[name] % len(block), rests_own=rests_own)
+        return None if cut is None else DataShard(stage, *cut, block, across, block.index(rank))
 
     def owned_by(self, rank: int, names: Iterable[str]) -> dict[str, DataShard]:
         """Return what `rank` owns of the shared ones among the parameters `names` that it holds, in their order."""
@@ -177,9 +177,7 @@ class DataShards:
                         yield copies
 
     def _copies_of(self, name: str, rank: int) -> _Copies | None:
-        if name not in self._kinds:
-            self._kinds[name] = self._kind(name)
-        key = (self._kinds[name], rank)
+        key = self._kind(name), rank
         if key not in self._copies:
             self._copies[key] = self._find_copies(name, rank)
         return self._copies[key]
@@ -200,14 +198,6 @@ class DataShards:
             return None
         place = block.index(rank)
         return _Copies(stages.pop(), block, tuple(sorted({ranks[place] for ranks in blocks})))
-
-    def _cut_of(
-        self, name: str, shape: tuple[int, ...], size: int, *, rests_own: bool
-    ) -> tuple[int, tuple[Range, ...]] | None:
-        key = shape, size, self._numbers[name] % size, rests_own
-        if key not in self._cuts:
-            self._cuts[key] = _cut(shape, size, self._numbers[name], rests_own=rests_own)
-        return self._cuts[key]
 
     def _kind(self, name: str) -> Any:
         division = self._plan.division

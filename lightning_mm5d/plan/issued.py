@@ -114,14 +114,13 @@ class Issued:
             steps += [Step(operation) for message in receives for operation in self._received(message, rank)]
             for message in order.needed(action):
                 steps += [Step(operation, waits=True) for operation in self._received(message, rank)]
-                steps += self._gather(message, rank)
-            steps += self._meeting(("collectives", action), action.stage, action.microbatch, rank)
+                steps += self._gather(message)
+            steps += self._meeting(("collectives", action), action.stage, action.microbatch)
             steps += self._replicas(action, rank, met)
-            early = sums.pop(action.stage, []) if last.get(action.stage) == action else []
-            pending += early
-            steps += map(Step, early)
-            pending += (operation for message in sends for operation in self._sent(message, rank))
-            steps += (Step(operation) for message in sends for operation in self._sent(message, rank))
+            leaving = sums.pop(action.stage, []) if last.get(action.stage) == action else []
+            leaving += (operation for message in sends for operation in self._sent(message, rank))
+            pending += leaving
+            steps += map(Step, leaving)
         late = [operation for stage in sorted(sums, key=str) for operation in sums[stage]]
         return [*steps, *map(Step, late), *(Step(operation, waits=True) for operation in (*pending, *late))]
 
@@ -155,13 +154,13 @@ class Issued:
     def _sent(self, message: Message, rank: int) -> list[Operation]:
         return [operation for operation in self._operations(message) if operation.ranks[0] == rank]
 
-    def _gather(self, message: Message, rank: int) -> list[Step]:
+    def _gather(self, message: Message) -> list[Step]:
         sources, targets = (self._ranks_at(stage, message.microbatch) for stage in (message.source, message.target))
         if len(targets) == 1 or set(targets) <= set(sources):
             return []
-        return self._meeting(("gather", message), message.target, message.microbatch, rank)
+        return self._meeting(("gather", message), message.target, message.microbatch)
 
-    def _meeting(self, what: tuple[str, Any], stage: StageKey, microbatch: int, rank: int) -> list[Step]:
+    def _meeting(self, what: tuple[str, Any], stage: StageKey, microbatch: int) -> list[Step]:
         """A collective of the ranks of an instance, which all of them wait for."""
         ranks = self._ranks_at(stage, microbatch)
         operation = Operation(what, ranks, ("layers", *ranks))

@@ -9,13 +9,15 @@ that each of them holds in full and that work on sharded values. They do not sum
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.shards import Segment, Shard
+
+T = TypeVar("T")
 
 
 class Rows(NamedTuple):
@@ -46,35 +48,26 @@ class Summed(NamedTuple):
 
 def sum_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Return the ranks of every group of the plan that gradients are summed over, in one order on all ranks."""
-    groups: dict[tuple[int, ...], None] = {}
-    seen: set[Any] = set()
-    for name in plan.sizes:
-        kind = _kind(plan, name)
-        if kind in seen:
-            continue
-        seen.add(kind)
+
+    def of_parameter(name: str) -> Sequence[tuple[int, ...]]:
         if name in plan.division.shared:
-            groups[plan.ownership.ranks_holding(name)] = None
-        elif name in plan.division.shards:
-            shard, holders = plan.division.shards[name], plan.ownership.ranks_by_shard(name)
-            for index in range(len(holders)):
-                groups |= dict.fromkeys(_with(holders, segment) for segment in shard.segments(index))
-        else:
-            groups |= dict.fromkeys(plan.ownership.ranks_by_shard(name))
+            return [plan.ownership.ranks_holding(name)]
+        holders = plan.ownership.ranks_by_shard(name)
+        if (shard := plan.division.shards.get(name)) is None:
+            return holders
+        return [_with(holders, segment) for index in range(len(holders)) for segment in shard.segments(index)]
+
+    groups = dict.fromkeys(ranks for _, every in _by_kind(plan, plan.sizes, of_parameter) for ranks in every)
     return [ranks for ranks in groups if len(ranks) > 1]
 
 
 def sums_of(plan: Plan, rank: int) -> dict[str, tuple[Summed, ...]]:
     """Return what `rank` sums with others, by name of the parameter; skips parameters that only this rank holds."""
-    by_kind: dict[Any, tuple[Summed, ...]] = {}
-    sums: dict[str, tuple[Summed, ...]] = {}
-    for name in plan.sizes:
-        kind = _kind(plan, name)
-        if kind not in by_kind:
-            by_kind[kind] = tuple(summed for summed in _sums(plan, name, rank) if len(summed.ranks) > 1)
-        if by_kind[kind]:
-            sums[name] = by_kind[kind]
-    return sums
+
+    def shared(name: str) -> tuple[Summed, ...]:
+        return tuple(summed for summed in _sums(plan, name, rank) if len(summed.ranks) > 1)
+
+    return {name: sums for name, sums in _by_kind(plan, plan.sizes, shared) if sums}
 
 
 def summed_by(plan: Plan, name: str, rank: int) -> tuple[Summed, ...]:
@@ -87,15 +80,18 @@ def counted_of(plan: Plan, rank: int, names: Iterable[str]) -> dict[str, Rows | 
 
     It skips parameters that only other ranks count; None stands for the whole local tensor.
     """
-    by_kind: dict[Any, tuple[Rows | None, ...]] = {}
-    counted: dict[str, Rows | None] = {}
+    every = _by_kind(plan, names, lambda name: tuple(_counts(plan, name, rank)))
+    return {name: rows for name, counted in every for rows in counted}
+
+
+def _by_kind(plan: Plan, names: Iterable[str], make: Callable[[str], T]) -> Iterator[tuple[str, T]]:
+    """Yield each name with what `make` returns of it, which is made once for each kind."""
+    known: dict[Any, T] = {}
     for name in names:
         kind = _kind(plan, name)
-        if kind not in by_kind:
-            by_kind[kind] = tuple(_counts(plan, name, rank))
-        for rows in by_kind[kind]:
-            counted[name] = rows
-    return counted
+        if kind not in known:
+            known[kind] = make(name)
+        yield name, known[kind]
 
 
 def _kind(plan: Plan, name: str) -> tuple[tuple[str, ...], Shard | None, bool]:

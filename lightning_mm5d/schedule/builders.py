@@ -175,7 +175,6 @@ def check_fields(fields: Mapping[str, Any], backends: Collection[str] = BACKENDS
         num_microbatches=fields.get("num_microbatches"),
         microbatch_size=fields.get("microbatch_size"),
         schedule=schedule if isinstance(schedule, str) and schedule in SCHEDULES else "own",
-        schedules=("own", *SCHEDULES),
     )
     check_options(fields, backends)
     check_features(fields)

@@ -188,7 +188,7 @@ class _Run:
                     kind, index, p = choice
                     node = pipeline.nodes[index]
                     schedule[rank].append(Action(kind, node.stage, pipeline.microbatches[p]))
-                    heapq.heappush(self.running, (now + self._start(kind, index, p), rank, kind, index, p))
+                    heapq.heappush(self.running, (now + self._start(kind, index), rank, kind, index, p))
                     free.remove(rank)
             if not self.running:
                 break
@@ -202,10 +202,8 @@ class _Run:
             if self.front != front or self.rules.patience:
                 woken |= free
         self._assert_complete()
-        rules = self.rules
-        if (
-            self.waived or rules.stretch != (1.0, 1.0) or rules.by_count
-        ):  # ranks that follow the list do not wait for these
+        # ranks that follow the list do not wait for these
+        if self.waived or self.rules.stretch != (1.0, 1.0) or self.rules.by_count:
             now = simulate(schedule, pipeline.graph).makespan
         return Played(schedule, now, self.peak)
 
@@ -284,7 +282,7 @@ class _Run:
                         return True
         return False
 
-    def _start(self, kind: Kind, index: int, p: int) -> float:
+    def _start(self, kind: Kind, index: int) -> float:
         """Counts an action as started and returns its duration."""
         node = self.pipeline.nodes[index]
         if kind is Kind.F:

@@ -75,17 +75,14 @@ def can_meet(
         needed: returns the actions that must have ended before a rank runs one.
         meets: returns the ranks that a rank meets in an action, among them itself; none where it meets nobody.
     """
-    left: dict[Action, int] = {}
-    for listed in actions.values():
-        for planned in listed:
-            left[planned.provides] = left.get(planned.provides, 0) + 1
+    left = Counter(planned.provides for listed in actions.values() for planned in listed)
     position = dict.fromkeys(actions, 0)
 
     def ready(rank: int) -> Action | None:
         if position[rank] == len(actions[rank]):
             return None
         action = actions[rank][position[rank]]
-        return None if any(left.get(other, 0) for other in needed(rank, action)) else action
+        return None if any(left[other] for other in needed(rank, action)) else action
 
     moves = True
     while moves:

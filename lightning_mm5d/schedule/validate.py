@@ -1,8 +1,8 @@
 """Proves that a schedule can be executed before any rank starts it.
 
 A wrong schedule does not fail: it hangs, or it adds a gradient twice. So every schedule is checked as data. Refused are
-actions that are missing, doubled, unknown to the graph or on the wrong rank, deadlocks, messages that would overtake
-each other, and more activations than were allowed.
+actions that are missing, doubled, unknown to the graph or on the wrong rank, deadlocks, and messages that would
+overtake each other.
 
 Users' own schedules: a table of actions, or a function of the graph.
 
@@ -37,17 +37,13 @@ class ScheduleError(ValueError):
     """A schedule that does not fit its graph or cannot be executed."""
 
 
-def validate(
-    schedule: Schedule, graph: Graph, *, forward_only: bool = False, max_in_flight: Mapping[str, int] | None = None
-) -> None:
+def validate(schedule: Schedule, graph: Graph, *, forward_only: bool = False) -> None:
     """Checks a schedule for execution with sends that never block and receives that do.
 
     Args:
         schedule: for each rank its actions in order.
         graph: its stages.
         forward_only: whether backwards must be absent.
-        max_in_flight: for each stage named, how many microbatches an instance may have in flight at a time, from the
-            start of the forward to the end of the full backward or weight gradient. Stages without backward have none.
 
     Raises:
         ScheduleError: an action or a pair of ranks breaks a rule; it names the first.
@@ -58,7 +54,6 @@ def validate(
     _check_message_order(schedule, graph, gradients=False)
     if not forward_only:
         _check_message_order(schedule, graph, gradients=True)
-        _check_in_flight(schedule, graph, max_in_flight or {})
 
 
 def execution_order(schedule: Schedule, graph: Graph) -> Iterator[tuple[int, Action]]:
@@ -164,21 +159,6 @@ def _by_ranks(
     for m in microbatches:
         groups[graph.node_of(sender, m).rank, graph.node_of(receiver, m).rank].append(m)
     return groups
-
-
-def _check_in_flight(schedule: Schedule, graph: Graph, max_in_flight: Mapping[str, int]) -> None:
-    for rank, actions in schedule.items():
-        in_flight: Counter[StageKey] = Counter()
-        for action in actions:
-            stage = action.stage
-            if not graph.has_backward(stage):
-                continue
-            in_flight[stage] += (action.kind is Kind.F) - action.frees
-            if in_flight[stage] > max_in_flight.get(stage, in_flight[stage]):
-                raise ScheduleError(
-                    f"rank {rank}: {action} puts {in_flight[stage]} microbatches of {stage} in flight. "
-                    f"At most {max_in_flight[stage]} are allowed. Run a backward before it."
-                )
 
 
 _ACTION = re.compile(r"([FBIW])(\d+)(?:\.(\d+))?")

@@ -15,12 +15,13 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from numbers import Integral, Real
 from typing import Any
 
 from torch import nn
 
-from lightning_mm5d.source.trees import method_of, own_functions, tree_of
+from lightning_mm5d.source.trees import is_call_of, method_of, own_functions, tree_of
 
 _MOST = 10_000
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
@@ -49,27 +50,19 @@ def looped_calls(module: nn.Module) -> list[list[str]]:
         return []
     loop_calls = []
     for loop in (node for node in ast.walk(tree) if isinstance(node, ast.For)):
-        try:
-            calls = _calls(loop, module, tree.args.args[0].arg)
-        except _UnknownError:
-            continue
-        if calls:
-            loop_calls.append(calls)
-    return loop_calls
+        with suppress(_UnknownError):
+            loop_calls.append(_calls(loop, module, tree.args.args[0].arg))
+    return [calls for calls in loop_calls if calls]
 
 
 def _calls(loop: ast.For, module: nn.Module, self_name: str) -> list[str]:
-    named = isinstance(loop.iter, ast.Call) and isinstance(loop.iter.func, ast.Name) and loop.iter.func.id == "range"
-    if not named or not isinstance(loop.target, ast.Name):
+    if not is_call_of(loop.iter, "range") or not isinstance(loop.target, ast.Name):
         return []
-    assert isinstance(loop.iter, ast.Call)
     values: dict[str, Any] = {self_name: module}
     bounds = [_value(argument, values) for argument in loop.iter.args]
-    if not all(isinstance(bound, Integral) for bound in bounds):
+    if not all(isinstance(bound, Integral) for bound in bounds) or len(turns := range(*bounds)) > _MOST:
         raise _UnknownError
-    turns, paths = range(*bounds), list[str]()
-    if len(turns) > _MOST:
-        raise _UnknownError
+    paths = list[str]()
     for turn in turns:
         values = {self_name: module, loop.target.id: turn}
         for statement in loop.body:

@@ -17,7 +17,7 @@ from types import FunctionType
 
 from torch import nn
 
-from lightning_mm5d.source.trees import is_super, method_of, next_method, tree_of
+from lightning_mm5d.source.trees import is_call_of, is_super, method_of, next_method, tree_of
 
 # Bookkeeping of the frameworks themselves (weight tying, generation): following it would report accesses that a
 # forward pass does not make.
@@ -134,18 +134,16 @@ class _Reader:
         elif isinstance(node, ast.For):
             outer, self._statements = self._statements, []
             self._visit_noted(node.iter, node.target)
-            for child in _rest(node, "iter"):
+            for child in _rest(node):
                 self._visit_noted(child)
             self.loops.append(self._statements)
             self._statements = outer + self._statements
         elif isinstance(node, ast.comprehension):
-            self._visit(node.iter)
-            for child in _rest(node, "iter"):
+            for child in (node.iter, *_rest(node)):
                 self._visit(child)
         elif isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp)):
-            for generator in node.generators:
-                self._visit(generator)
-            self._visit(node.elt)
+            for child in (*node.generators, node.elt):
+                self._visit(child)
         else:
             for child in ast.iter_child_nodes(node):
                 self._visit(child)
@@ -163,7 +161,7 @@ class _Reader:
             binds = not isinstance(value, ast.Call)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             target, value, binds = node.value.func, node.value, False  # a method may write to its object
-        elif isinstance(target, ast.Tuple) and _is_call_of(node, "enumerate"):
+        elif isinstance(target, ast.Tuple) and is_call_of(node, "enumerate"):
             target = target.elts[-1]
         if target is not None:
             written, read = (self._names_in(part) for part in (target, value))
@@ -205,7 +203,6 @@ class _Reader:
         for argument in sorted((*node.args, *(keyword.value for keyword in node.keywords)), key=self._is_module):
             self._visit(argument)
         if is_super(node.func):
-            assert isinstance(node.func, ast.Attribute)
             self._follow(next_method(type(self._module), self._trail[-1], node.func.attr))
         elif chain == []:
             self._follow(method_of(type(self._module), "forward"))
@@ -254,12 +251,9 @@ class _Reader:
             self.loops += reader.loops
 
 
-def _is_call_of(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
-
-
-def _rest(node: ast.AST, field: str) -> Iterator[ast.AST]:
-    return (child for child in ast.iter_child_nodes(node) if child is not getattr(node, field))
+def _rest(node: ast.For | ast.comprehension) -> Iterator[ast.AST]:
+    """All but what is run over."""
+    return (child for child in ast.iter_child_nodes(node) if child is not node.iter)
 
 
 def used_fields(root: nn.Module, path: str, method: str) -> frozenset[str] | None:
@@ -269,55 +263,30 @@ def used_fields(root: nn.Module, path: str, method: str) -> frozenset[str] | Non
         root: the LightningModule.
         path: dotted path of the module that has the method; its ancestors' code is read too. Ancestors' methods of
             the same name only hand the call on.
-        method: its name; of ``"forward"`` the calls of the module itself count.
+        method: its name; of ``"forward"`` the calls of the module itself count, by the names that lead to it.
     """
-    if method == "forward":
-        return _fields_of_calls(root, path)
-    parts = path.split(".") if path else []
-    ancestors = {type(root.get_submodule(".".join(parts[:depth]))) for depth in range(len(parts) + 1)}
-    functions = {method_of(cls, name) for cls in ancestors for name in dir(cls) if name != method} - {None}
-    fields: set[str] = set()
-    calls = 0
-    for function in functions:
-        if function is None or function.__module__.startswith(_NOT_FOLLOWED):
-            continue
-        tree = tree_of(function)
-        if tree is None:
-            return None
-        parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-        for node in ast.walk(tree):
-            if not (isinstance(node, ast.Attribute) and node.attr == method and isinstance(node.ctx, ast.Load)):
-                continue
-            call = parents[node]
-            if not (isinstance(call, ast.Call) and call.func is node):
-                return None
-            calls += 1
-            read = _fields_read(call, parents, tree)
-            if read is None:
-                return None
-            fields |= read
-    return frozenset(fields) if calls else None
-
-
-def _fields_of_calls(root: nn.Module, path: str) -> frozenset[str] | None:
-    """`used_fields` of calls of the module at `path`, by the names that lead to it; None where it is also passed on."""
-    parts, fields, calls = path.split("."), set[str](), 0
-    for depth in range(len(parts) if path else 0):
+    parts, fields, calls = path.split(".") if path else [], set[str](), 0
+    is_module = method == "forward"
+    for depth in range(len(parts) + (not is_module)):
         cls = type(root.get_submodule(".".join(parts[:depth])))
-        for function in {method_of(cls, name) for name in dir(cls)} - {None}:
+        for function in {method_of(cls, name) for name in dir(cls) if is_module or name != method} - {None}:
             if function is None or function.__module__.startswith(_NOT_FOLLOWED):
                 continue
             tree = tree_of(function)
-            if tree is None or not tree.args.args:
+            if tree is None and not is_module:
+                return None
+            if tree is None or (is_module and not tree.args.args):
                 continue
+            path_of_module = [*(arg.arg for arg in tree.args.args[:1]), *parts[depth:]]
             parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
             for node in ast.walk(tree):
                 if not (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)):
                     continue
-                if _names(node) != [tree.args.args[0].arg, *parts[depth:]]:
+                is_callee = _names(node) == path_of_module if is_module else node.attr == method
+                if not is_callee:
                     continue
                 user = parents[node]
-                if isinstance(user, ast.Attribute) and user.attr != "forward":
+                if is_module and isinstance(user, ast.Attribute) and user.attr != "forward":
                     continue
                 read = _fields_read(user, parents, tree) if isinstance(user, ast.Call) and user.func is node else None
                 if read is None:

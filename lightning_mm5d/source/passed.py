@@ -196,9 +196,7 @@ class _Reader:
                 yield from ((key, (*path, key)) for key in (name, *names))
 
     def _followed(self, function: FunctionType, given: Mapping[str, Path], name: str) -> set[Path | None]:
-        if function in self._trail or len(self._trail) > 8 or not is_followed(function):
-            return set()
-        if tree_of(function) is None:
+        if function in self._trail or len(self._trail) > 8 or not is_followed(function) or tree_of(function) is None:
             return set()
         return _Reader(self._module, (*self._trail, function), given).parts(name)
 

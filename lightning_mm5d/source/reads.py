@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Literal, NamedTuple
@@ -82,7 +82,7 @@ def reads(cls: type[nn.Module]) -> Reads | None:
         input_widths=any(map(_uses_input_width, methods)),
         fused=next(filter(None, map(_fused, nodes)), None),
         arguments=tuple(argument.arg for argument in (*forward.args[1:], *forward.kwonlyargs)),
-        numbers=frozenset(number for _, function in _functions(cls, _names_in) for number in _numbers(function)),
+        numbers=frozenset(number for _, function in _functions(cls) for number in _numbers(function)),
     )
 
 
@@ -115,7 +115,7 @@ def weights_read(cls: type[nn.Module]) -> frozenset[str]:
     to an optimizer), does not count.
     """
     parts: set[str] = set()
-    for name, function in _functions(cls, lambda function: _taken(function).names):
+    for name, function in _functions(cls):
         if not is_handling(name):
             parts |= _taken(function).parts
     return frozenset(parts)
@@ -162,7 +162,7 @@ def _parts(method: ast.FunctionDef) -> frozenset[str]:
 
 def _methods(cls: type[nn.Module]) -> Iterator[tuple[str, ast.FunctionDef | None]]:
     """Yield the names and trees of the methods as `_functions` does; None for the tree of one without source."""
-    for name, function in _functions(cls, _names_in):
+    for name, function in _functions(cls):
         tree = tree_of(function)
         yield name, None if tree is None else _by_self(tree)
 
@@ -182,18 +182,8 @@ def _by_self(method: ast.FunctionDef) -> ast.FunctionDef:
     return method
 
 
-def _names_in(function: FunctionType) -> frozenset[str] | None:
-    tree = tree_of(function)
-    return None if tree is None else _names(tree)
-
-
-def _functions(
-    cls: type[nn.Module], names: Callable[[FunctionType], frozenset[str] | None]
-) -> Iterator[tuple[str, FunctionType]]:
-    """Yield the methods by name, but constructors, those of torch, and overridden ones that nothing calls.
-
-    `names` gives those in a function, None where it has no source.
-    """
+def _functions(cls: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
+    """Yield the methods by name, but constructors, those of torch, and overridden ones that nothing calls."""
     bases = {"super", *(owner.__name__ for owner in cls.__mro__)}
     skipped = {"__init__", "__init_subclass__"}
     for owner in cls.__mro__:
@@ -203,7 +193,7 @@ def _functions(
             if name in skipped:
                 continue
             yield name, function
-            named = names(function)
+            named = _taken(function).names
             if named is not None and not named & bases:
                 skipped.add(name)
 
@@ -308,11 +298,7 @@ def _uses_input_width(method: ast.FunctionDef) -> bool:
 
 def _is_shape(node: ast.AST, arguments: set[str]) -> bool:
     """Whether a node is ``x.shape`` or ``x.size(...)`` of an argument."""
-    if isinstance(node, ast.Call):
-        node = node.func
-        name = "size"
-    else:
-        name = "shape"
+    node, name = (node.func, "size") if isinstance(node, ast.Call) else (node, "shape")
     return (
         isinstance(node, ast.Attribute)
         and node.attr == name

@@ -14,7 +14,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -49,14 +49,14 @@ def next_method(cls: type, function: FunctionType, name: str) -> FunctionType | 
     return next((function_of(vars(base)[name]) for base in later if name in vars(base)), None)
 
 
-def is_super(node: ast.AST) -> bool:
+def is_call_of(node: ast.AST, name: str) -> TypeGuard[ast.Call]:
+    """Whether a node calls what stands under a plain name: ``range(...)``."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+
+
+def is_super(node: ast.AST) -> TypeGuard[ast.Attribute]:
     """Whether a node is an attribute of ``super()``."""
-    return (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Name)
-        and node.value.func.id == "super"
-    )
+    return isinstance(node, ast.Attribute) and is_call_of(node.value, "super")
 
 
 def own_functions(cls: type) -> Iterator[tuple[str, FunctionType]]:

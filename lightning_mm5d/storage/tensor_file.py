@@ -125,7 +125,7 @@ def storable(dtype: torch.dtype) -> bool:
     return dtype in _NAMES
 
 
-def lay_out(specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Entry]:
+def lay_out(specs: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> dict[str, Entry]:
     """Return where the bytes of each tensor go, from byte 0 on.
 
     Tensors of large elements come first, so that each begins at a multiple of its element's size.
@@ -225,9 +225,10 @@ def decode_header(text: bytes, file_size: int) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise HeaderError("the metadata of its header are no strings")
     origin = 8 + len(text)
-    entries = sorted(((name, _entry(name, value, origin)) for name, value in tree.items()), key=_position)
+    entries = {name: _entry(name, value, origin) for name, value in tree.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     end = origin
-    for name, entry in entries:
+    for name, entry in entries.items():
         if entry.start != end:
             raise HeaderError(
                 f"the bytes of {name!r} start at {entry.start}, and those of the tensor before end at {end}"
@@ -235,7 +236,7 @@ def decode_header(text: bytes, file_size: int) -> Header:
         end = entry.stop
     if end != file_size:
         raise HeaderError(f"its tensors end at byte {end}, but the file has {file_size} bytes")
-    return _with_checksums(dict(entries), metadata)
+    return _with_checksums(entries, metadata)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -243,10 +244,6 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(tree) != len(pairs):
         raise HeaderError("a name stands twice in the same object")
     return tree
-
-
-def _position(item: tuple[str, Entry]) -> tuple[int, int]:
-    return item[1].start, item[1].stop
 
 
 def _entry(name: str, value: Any, origin: int) -> Entry:
@@ -531,7 +528,7 @@ class TensorFileWriter:
         checksums: bool = True,
     ) -> None:
         self.path, self._metadata, self._flush, self._checks = Path(path), dict(metadata or {}), flush, checksums
-        self._entries = lay_out({name: (dtype, tuple(shape)) for name, (dtype, shape) in specs.items()})
+        self._entries = lay_out(specs)
         self._which, self._blocks = block_sizes(self._entries)
         self._digits = {name: "0" * 8 * block_count(entry, self._blocks[name]) for name, entry in self._entries.items()}
         self._missing = set(self._entries)

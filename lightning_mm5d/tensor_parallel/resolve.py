@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and it
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.layout.layout import even_blocks, even_ranges
 from lightning_mm5d.nn import Embedding, Linear
+from lightning_mm5d.partition.parts import tensors_of
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.shards import HeadRanges, Range, Shard, heads_of, joined, scaled
 from lightning_mm5d.source.reads import weights_read
@@ -292,10 +293,7 @@ class _Resolver:
         self._whole: dict[str, str] = {}
         self._weights_read: frozenset[str] = frozenset()
         self._names: dict[int, list[str]] = {}
-        for name, tensor in (
-            *root.named_parameters(remove_duplicate=False),
-            *root.named_buffers(remove_duplicate=False),
-        ):
+        for name, tensor in tensors_of(root):
             self._names.setdefault(id(tensor), []).append(name)
 
     def result(self) -> Division:

@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from lightning_mm5d.checkpoint.module_state import tensors_of
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.features import FEATURES
 from lightning_mm5d.config.groups import value_of
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.layout import Layout
+from lightning_mm5d.partition.parts import tensors_of
 from lightning_mm5d.plan.holdings import DataShards, Holdings
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard, Origin, is_remote, make_placeholder

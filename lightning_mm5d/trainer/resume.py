@@ -37,7 +37,7 @@ from lightning_mm5d.data.random_state import (
     seed_of,
     unpack_states,
 )
-from lightning_mm5d.data.resumable import Position, Resumable, with_own
+from lightning_mm5d.data.resumable import Position, Resumable
 from lightning_mm5d.engine.codec import receive_tree, send_tree
 
 KEY, RESUME = "lightning_mm5d", "resume"
@@ -390,4 +390,4 @@ def _gathered(position: Position, wire: torch.device) -> Position:
     if failed is not None:
         rule = "A checkpoint holds tensors and plain values"
         raise ConfigError("dataloader.state_dict()", failed, rule, "Return such values")
-    return with_own(position, states)
+    return replace(position, own=states)

@@ -17,7 +17,6 @@ from lightning_mm5d.config.groups import PipelineTemplate
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.schedule import check_fields
 
-SCHEDULES = ("gpipe", "1f1b")
 COUNTS_AS_NO_SIZE = (0, -3, True, 2.0, "2", float("inf"))
 
 YAML = """
@@ -49,7 +48,7 @@ def command(*words: str) -> Any:
 
 
 def run(modalities: Any, **changes: Any) -> None:
-    rest = {"loss_modality": "language", "num_microbatches": 4, "schedule": "1f1b", "schedules": SCHEDULES}
+    rest = {"num_microbatches": 4, "schedule": "1f1b"}
     check(modalities, **{**rest, **changes})
 
 
@@ -77,7 +76,7 @@ def test_yaml_yields_dataclasses_and_the_command_line_overrides_one_field(tmp_pa
             pipeline={"pipeline_template": PipelineTemplate(stages=[["layers.0", "layers.1"], ["layers.2"]])}
         ),
     }
-    run(made, loss_modality="language")
+    run(made)
 
 
 def test_template_by_counts_comes_from_the_command_line() -> None:
@@ -218,9 +217,10 @@ def test_refuses_a_size_where_no_batch_decides_on_the_number(rest: dict[str, Any
 
 @pytest.mark.parametrize(("wrong", "meant"), [("1F1B", "1f1b"), ("gpip", "gpipe"), ("1-f-1-b", "1f1b")])
 def test_unknown_schedule_suggests_the_nearest(wrong: str, meant: str) -> None:
-    error = refusal({"language": Modality()}, schedule=wrong)
-    assert error.field == "schedule"
-    assert error.fix == f"Did you mean {meant!r}? There are gpipe, 1f1b"
+    with pytest.raises(ConfigError) as caught:
+        check_fields({"schedule": wrong})
+    assert caught.value.field == "schedule"
+    assert caught.value.fix.startswith(f"Did you mean {meant!r}? There are gpipe, 1f1b")
 
 
 def test_refuses_no_modalities() -> None:
@@ -235,12 +235,6 @@ def test_refuses_names_that_are_no_words(name: Any) -> None:
 
 def test_refuses_a_plain_dict_as_modality() -> None:
     assert refusal({"language": {"tp_size": 2}}).field == "modalities.language"
-
-
-def test_unknown_terminal_suggests_the_nearest() -> None:
-    error = refusal({"language": Modality(), "vision": Modality()}, loss_modality="langage")
-    assert error.field == "loss_modality"
-    assert error.fix.startswith("Did you mean 'language'?")
 
 
 def test_refuses_a_template_with_another_number_of_stages() -> None:
@@ -365,13 +359,13 @@ def test_a_cost_is_a_number_or_one_for_each_rank_from_yaml_too(cost: Any, tmp_pa
 
 @pytest.mark.parametrize("modality", ["two", True, None, 2.0])
 def test_refuses_a_modality_of_another_type_before_it_reads_its_fields(modality: Any) -> None:
-    error = refusal({"language": modality}, loss_modality=None)
+    error = refusal({"language": modality})
     assert (error.field, error.got) == ("modalities.language", modality)
     assert error.fix == "Write for instance Modality(pp_size=2), {'pp_size': 2} or 2"
 
 
 def test_refuses_modalities_without_names() -> None:
-    assert refusal([Modality()], loss_modality=None).field == "modalities"
+    assert refusal([Modality()]).field == "modalities"
 
 
 @pytest.mark.parametrize(

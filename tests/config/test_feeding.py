@@ -48,10 +48,10 @@ def test_encoders_feed_the_language_model_and_all_losses_meet_in_the_last_stage(
 def test_what_no_step_could_run_is_refused(said: dict[str, Any], error: str) -> None:
     modalities = make(language={}, vision={}, b={"feeds_from": "a", "module": "b"}, a={"module": "a", **said})
     with pytest.raises(ConfigError, match=f"(?i){error}"):
-        check(modalities, num_microbatches=1, schedule="1f1b", schedules=["1f1b"])
+        check(modalities, num_microbatches=1, schedule="1f1b")
 
 
 def test_stages_that_the_language_model_feeds_are_not_said() -> None:
     modalities = make(language={"feeds": "all"}, talker={})
     with pytest.raises(ConfigError, match=r"modalities.language.feeds.*Leave feeds unset"):
-        check(modalities, num_microbatches=1, schedule="1f1b", schedules=["1f1b"])
+        check(modalities, num_microbatches=1, schedule="1f1b")

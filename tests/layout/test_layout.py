@@ -26,7 +26,7 @@ def layouts() -> list[tuple[dict[str, Modality], Layout]]:
         modalities = random_modalities(rng)
         world, per_node = rng.randrange(1, 33), rng.choice([None, 2, 4, 8])
         try:
-            check(modalities, loss_modality="language", num_microbatches=1, schedule="x", schedules=["x"])
+            check(modalities, num_microbatches=1, schedule="x")
             layout = Layout.build(modalities, world_size=world, loss_modality="language", ranks_per_node=per_node)
         except ConfigError:
             continue

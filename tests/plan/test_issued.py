@@ -41,7 +41,7 @@ def _modalities(rng: Random, schedule: str) -> dict[str, Modality] | None:
         found[f"encoder{number}"] = Modality(**fields, cost=rng.choice([0.3, 1.0, 2.5]))  # type: ignore[arg-type]
     found["language"] = Modality(**language, cost=1.0)  # type: ignore[arg-type]
     try:
-        check(found, loss_modality="language", num_microbatches=4, schedule=schedule, schedules=[schedule])
+        check(found, num_microbatches=4, schedule=schedule)
     except ConfigError:
         return None
     return for_schedule(found, schedule, "language")

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from random import Random
 
 from lightning_mm5d.config.modality import Modality, for_schedule
 from lightning_mm5d.layout.layout import Layout
-from lightning_mm5d.schedule import Graph, Node, place
+from lightning_mm5d.schedule import Graph, Kind, Node, Schedule, place
 from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.tools.planner.outcomes import sketch
+
+
+def most_in_flight(schedule: Schedule, graph: Graph) -> dict[str, int]:
+    """For each stage with backward the most microbatches that an instance has in flight at a time.
+
+    They are so from the start of the forward to the end of the full backward or weight gradient.
+    """
+    most: Counter[str] = Counter()
+    for actions in schedule.values():
+        in_flight: Counter[str] = Counter()
+        for action in actions:
+            if graph.has_backward(action.stage):
+                in_flight[action.stage] += (action.kind is Kind.F) - action.frees
+                most[action.stage] = max(most[action.stage], in_flight[action.stage])
+    return dict(most)
 
 
 def links(modality: str, depth: int) -> list[tuple[StageKey, StageKey]]:

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mm5d.checkpoint.module_state import tensors_of
 from lightning_mm5d.checkpoint.optimizer_state import names_of
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.layout.layout import even_ranges
+from lightning_mm5d.partition.parts import tensors_of
 from lightning_mm5d.plan.holdings import Box, DataShards, Holdings, Part, whole_box, with_range
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard, Origin, is_remote, placeholder

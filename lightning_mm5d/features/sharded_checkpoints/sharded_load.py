@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mm5d.checkpoint.full_file import load_opened
-from lightning_mm5d.checkpoint.module_state import Loaded, check_shape, load_local, settle, tensors_of
+from lightning_mm5d.checkpoint.module_state import Loaded, check_shape, load_local, settle
 from lightning_mm5d.checkpoint.optimizer_state import StoredStates
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory, Reader, StoredTensors
@@ -32,6 +32,7 @@ from lightning_mm5d.features.sharded_checkpoints.sharded_save import (
     STATE_FILE,
     VALUES,
 )
+from lightning_mm5d.partition.parts import tensors_of
 from lightning_mm5d.plan.holdings import Holdings
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import is_remote
