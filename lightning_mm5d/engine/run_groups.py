@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product
@@ -41,6 +41,7 @@ from lightning_mm5d.plan.plan import Plan, encoding_of
 from lightning_mm5d.plan.sums import sum_groups
 from lightning_mm5d.plan.topology import Topology, pairs_of
 from lightning_mm5d.sharded.collectives import TensorGroup, backend_of
+from lightning_mm5d.sharded.removable import meanwhile
 
 _SHOWN_BYTES = 512  # of a text, in an error
 _LINK_CTAS = 4
@@ -253,8 +254,7 @@ def communicators(wishes: Iterable[Wish]) -> tuple[int, int]:
     return max(Counter(rank for wish in split for rank in wish.ranks).values(), default=0), len(disjoint(split))
 
 
-@contextmanager
-def _unbound() -> Iterator[None]:
+def _unbound() -> AbstractContextManager[None]:
     """Enter around the making of groups that split nothing; the default group has no device of its own inside.
 
     With one, torch (2.13, `_new_process_group_helper`) has every rank outside of a new group take part in a split of
@@ -264,11 +264,7 @@ def _unbound() -> Iterator[None]:
     """
     default = dist.group.WORLD
     assert default is not None
-    device, default.bound_device_id = default.bound_device_id, None
-    try:
-        yield
-    finally:
-        default.bound_device_id = device
+    return meanwhile(default, bound_device_id=None)
 
 
 def gather_texts(text: str, device: torch.device | None) -> list[str]:

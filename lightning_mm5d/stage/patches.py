@@ -32,7 +32,7 @@ from lightning_mm5d.partition.compiled import IN_PLACE, compiled_parts, is_compi
 from lightning_mm5d.partition.parts import has_module, is_in
 from lightning_mm5d.sharded.collectives import dry_run
 from lightning_mm5d.sharded.remote_value import Origin, is_remote
-from lightning_mm5d.sharded.removable import Removable
+from lightning_mm5d.sharded.removable import Removable, meanwhile
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.deferred import Deferred, DeferredProducts, deferred_linear, defers, is_linear
@@ -71,13 +71,8 @@ def _padded(module: Any, src: Tensor, mask: Any = None, src_key_padding_mask: An
         return hidden.masked_fill(padding.unsqueeze(-1), 0.0)
 
     padding = src_key_padding_mask if src_key_padding_mask.dtype is torch.bool else src_key_padding_mask != 0
-    hook = module.layers[-1].register_forward_hook(clear)
-    module.use_nested_tensor = False
-    try:
+    with module.layers[-1].register_forward_hook(clear), meanwhile(module, use_nested_tensor=False):
         return call()
-    finally:
-        module.use_nested_tensor = True
-        hook.remove()
 
 
 def _would_nest(module: Any, src: Tensor, mask: Tensor | None, padding: Tensor | None) -> bool:

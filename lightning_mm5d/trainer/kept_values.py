@@ -23,7 +23,6 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -101,14 +100,6 @@ class KeptValues:
         self._before.restore()
         if changes:
             self._before.apply(changes)
-
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Enter around a run of a step of which nothing is kept."""
-        try:
-            yield
-        finally:
-            self.restore()
 
 
 class KeptState:

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from numbers import Number
@@ -47,7 +47,7 @@ from torchmetrics import Metric
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.remote_value import settled
-from lightning_mm5d.sharded.removable import put
+from lightning_mm5d.sharded.removable import meanwhile, put
 from lightning_mm5d.trainer.metrics import JoinedMetrics, Key, check_torchmetrics, set_step_value, step_value
 
 _REDUCTIONS: dict[Any, str] = {
@@ -199,12 +199,8 @@ class LogCapture:
     @contextmanager
     def discarded(self) -> Iterator[None]:
         """Drop what is recorded inside the block."""
-        calls = dict(self._calls)
-        try:
-            with self.joined.left_out():
-                yield
-        finally:
-            self._calls = calls
+        with meanwhile(self, _calls=dict(self._calls)), self.joined.left_out():
+            yield
 
     def merge(self) -> list[MergedLog]:
         """The records merged over microbatches, in the order of first appearance; no communication.
@@ -340,15 +336,10 @@ for _name in _READS:
     setattr(_Earlier, _name, _checked(_name))
 
 
-@contextmanager
-def read_by(name: str, read: Callable[[Any], Any]) -> Iterator[None]:
+def read_by(name: str, read: Callable[[Any], Any]) -> AbstractContextManager[None]:
     """Let `read` say what users see of a property of trainers."""
     original = getattr(Trainer, name)
-    setattr(Trainer, name, property(lambda trainer: read(original.__get__(trainer))))
-    try:
-        yield
-    finally:
-        setattr(Trainer, name, original)
+    return meanwhile(Trainer, **{name: property(lambda trainer: read(original.__get__(trainer)))})
 
 
 def replay(module: LightningModule, merged: Sequence[MergedLog]) -> None:

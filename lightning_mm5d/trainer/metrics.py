@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -57,6 +57,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import broadcast_tree
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import Guard, Origin, remote_value
+from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.trainer.kept_values import LONG
 
 _COUNTERS = ("_update_count", "_forward_cache", "_computed")
@@ -235,11 +236,8 @@ class JoinedMetrics:
             return original(*args, **kwargs)
         if id(metric) not in self._calls:
             self._calls[id(metric)] = _Calls(metric, _with_inner(metric))
-        self._is_inside = True
-        try:
+        with self.left_out():
             value = original(*args, **kwargs)
-        finally:
-            self._is_inside = False
         calls = self._calls[id(metric)]
         calls.nbytes += sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         if calls.nbytes > MOST_BYTES:
@@ -249,14 +247,9 @@ class JoinedMetrics:
             calls.by_microbatch.setdefault(index, []).append(call)
         return value
 
-    @contextmanager
-    def left_out(self) -> Iterator[None]:
+    def left_out(self) -> AbstractContextManager[None]:
         """Enter around calls that do not count."""
-        before, self._is_inside = self._is_inside, True
-        try:
-            yield
-        finally:
-            self._is_inside = before
+        return meanwhile(self, _is_inside=True)
 
     def reset(self, metric: Metric) -> None:
         """The step resets `metric`."""

@@ -24,6 +24,7 @@ from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import Guard
+from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.trainer.hidden_gradients import HiddenGradients, hooked
 from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.own_backwards import replaced, without_inputs
@@ -216,12 +217,8 @@ class Optimization:
     @contextmanager
     def synced(self) -> Generator[None, None, None]:
         """Enter around a backward: its gradients are summed over all ranks that hold their parameters."""
-        self._is_in_backward = True
-        try:
-            with self._synced():
-                yield
-        finally:
-            self._is_in_backward = False
+        with meanwhile(self, _is_in_backward=True), self._synced():
+            yield
 
     @contextmanager
     def _synced(self) -> Generator[None, None, None]:

@@ -448,7 +448,8 @@ class UserStep:
         """
         self._repeats = repeats
         try:
-            with self._metrics.discarded(), self._capture.discarded(), KeptValues(self._module).undone():
+            with self._metrics.discarded(), self._capture.discarded(), ExitStack() as stack:
+                stack.callback(KeptValues(self._module).restore)
                 yield
         finally:
             self._repeats = False
