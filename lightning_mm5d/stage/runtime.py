@@ -24,7 +24,7 @@ from lightning_mm5d.stage.payload import sendable
 from lightning_mm5d.stage.remote import UserHooks
 from lightning_mm5d.stage.taps import Tap, Trace, tap_points, watched_modules
 from lightning_mm5d.stage.view import StageError, StageView, StandIn
-from lightning_mm5d.stage.written import SetAside, Written
+from lightning_mm5d.stage.written import StaleAttributes, Written
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 
 SkipInput = tuple[str, int, tuple[str | int, ...]]  # modality, layer, path in (args, kwargs)
@@ -41,7 +41,7 @@ class ActiveRun(Protocol):
     draws: StepDraws | None
 
     @property
-    def writes(self) -> SetAside:
+    def writes(self) -> StaleAttributes:
         """What it has put on modules that it must not read."""
 
     def boundary(self, name: str, modality: str, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:

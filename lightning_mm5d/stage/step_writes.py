@@ -65,7 +65,7 @@ class SharedBuffers:
                 buffers[name] = buffer
 
 
-class StepWrites:
+class StepWrites(StaleAttributes):
     """The attributes that calls of one run write.
 
     Args:
@@ -74,8 +74,8 @@ class StepWrites:
     """
 
     def __init__(self, runtime: Runtime, structure: Any) -> None:
+        super().__init__(runtime.root, runtime.guard)
         self._runtime, self._structure = runtime, structure
-        self._stale = StaleAttributes(runtime.root, runtime.guard)
         self._received: dict[str, list[Row]] = {}
         self._own_rows: dict[str, list[Row]] = {}
         self._skipped: Counter[str] = Counter()
@@ -118,19 +118,7 @@ class StepWrites:
         self._skipped[call] += 1
         for attribute, values in self._received.get(call, ()):
             value = values[number] if number < len(values) else None
-            self._stale.mark(attribute, None if value is None else copies(value))
-
-    def lay_aside(self) -> None:
-        """Put it back while another microbatch is computed, until `take_up`."""
-        self._stale.lay_aside()
-
-    def take_up(self) -> None:
-        """Undo `lay_aside`."""
-        self._stale.take_up()
-
-    def restore(self) -> None:
-        """Put back what was there before `skipped`."""
-        self._stale.restore()
+            self.mark(attribute, None if value is None else copies(value))
 
     def described(self, packer: Packer, boundaries: Iterable[str], layers_of: str | None) -> list[Any]:
         """Return what is sent to a later stage.
