@@ -214,27 +214,35 @@ class ShapeMemory:
         device = next((parameter.device for parameter in module.parameters()), CPU)
         eager = torch.compiler.set_stance("force_eager")
         quiet = unhooked(module)
-        copied = copied_buffers(module)
+        copied = copied_buffers(buffers_in(module))
         memory = in_memory(module.parameters(), fill)
         with torch.no_grad(), memory, kept_random_state(device), copied, eager, quiet:
             return original(*args, **kwargs)
 
 
 @contextmanager
-def copied_buffers(module: nn.Module) -> Iterator[None]:
-    """Put copies in place of the buffers of `module` meanwhile.
+def copied_buffers(places: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Put copies in place of buffers, which are given by their modules and names, meanwhile.
 
     Values that are put back would change buffers for autograd, too, where this rank has computed with them.
     """
-    saved = [(part._buffers, dict(part._buffers)) for part in module.modules()]
-    copies = {id(buffer): buffer.clone() for buffer in module.buffers()}
-    for buffers, before in saved:
-        buffers.update((name, copies[id(buffer)]) for name, buffer in before.items() if buffer is not None)
+    saved = [(module._buffers, name, module._buffers[name]) for module, name in places]
+    copies: dict[int, Tensor] = {}
+    for buffers, name, buffer in saved:
+        if buffer is not None:
+            if id(buffer) not in copies:
+                copies[id(buffer)] = buffer.clone()
+            buffers[name] = copies[id(buffer)]
     try:
         yield
     finally:
-        for buffers, before in saved:
-            buffers.update(before)
+        for buffers, name, buffer in saved:
+            buffers[name] = buffer
+
+
+def buffers_in(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return all buffers in `module`, by their modules and names."""
+    return [(part, name) for part in module.modules() for name in part._buffers]
 
 
 def _of_ones(tensor: Tensor) -> Tensor:
