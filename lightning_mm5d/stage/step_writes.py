@@ -97,7 +97,7 @@ class StepWrites(StaleAttributes):
         """
         rows = {} if layers_of is None else dict(self._received)  # the end of the step may be further on
         for name in boundaries:
-            rows[name] = [*self._of(name), *self._in_layers(self._runtime.modality_of(name))]
+            rows[name] = [*self._of(name), *self._in_layers(self._runtime.modality_of[name])]
         rows |= {path: self._of(path) for path in self._paths(layers_of)}
         return [
             [call, [[*attribute, [packer.describe(value) for value in values]] for attribute, values in call_rows]]
