@@ -94,14 +94,20 @@ def give_memory(parameters: Iterable[nn.Parameter]) -> None:
 
 
 @contextmanager
-def unhooked(module: nn.Module) -> Iterator[None]:
-    """Leave out the forward hooks in `module` that are not this package's: they keep what they see."""
+def _with_hooks(module: nn.Module, change: Callable[[Any], Any]) -> Iterator[None]:
+    """Put what `change` returns in place of each forward hook in `module` meanwhile; None leaves the hook out."""
     with ExitStack() as stack:
         for part in module.modules():
             if hooks := private(part, "_forward_hooks"):
-                ours = OrderedDict((key, hook) for key, hook in hooks.items() if _is_ours(hook))
-                stack.callback(put(part, "_forward_hooks", ours))
+                changed = {key: change(hook) for key, hook in hooks.items()}
+                shown = OrderedDict((key, hook) for key, hook in changed.items() if hook is not None)
+                stack.callback(put(part, "_forward_hooks", shown))
         yield
+
+
+def unhooked(module: nn.Module) -> AbstractContextManager[None]:
+    """Leave out the forward hooks in `module` that are not this package's: they keep what they see."""
+    return _with_hooks(module, lambda hook: hook if _is_ours(hook) else None)
 
 
 class UserHooks:
@@ -120,8 +126,7 @@ class UserHooks:
         return any(not _is_of(_FRAMEWORKS, hook) for hooks in self._hooks if hooks for hook in hooks.values())
 
 
-@contextmanager
-def shown_stand_ins(module: nn.Module) -> Iterator[None]:
+def shown_stand_ins(module: nn.Module) -> AbstractContextManager[None]:
     """Enter around a run of `module` on stand-ins: hooks in it that read a number for themselves go on without."""
 
     def lenient(hook: Callable) -> Callable:
@@ -132,12 +137,7 @@ def shown_stand_ins(module: nn.Module) -> Iterator[None]:
 
         return hook if _is_ours(hook) else call
 
-    with ExitStack() as stack:
-        for part in module.modules():
-            if hooks := private(part, "_forward_hooks"):
-                shown = OrderedDict((key, lenient(hook)) for key, hook in hooks.items())
-                stack.callback(put(part, "_forward_hooks", shown))
-        yield
+    return _with_hooks(module, lenient)
 
 
 def _is_ours(hook: Any) -> bool:
