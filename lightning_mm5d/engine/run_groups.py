@@ -54,7 +54,7 @@ class Wish(NamedTuple):
     Attributes:
         ranks: global, ascending.
         tag: what it is for.
-        backend: None for that of the registry.
+        backend: None for the default group's.
         is_link: whether it carries payloads from one rank to another, for which few blocks of a device will do.
     """
 
@@ -72,7 +72,6 @@ class Wishes:
 
     def __init__(self) -> None:
         self.wanted: dict[Wish, None] = {}
-        self.plan = ""
 
     def get(
         self, ranks: Sequence[int], tag: str = "", backend: str | None = None, *, is_link: bool = False
@@ -83,23 +82,18 @@ class Wishes:
     def host(self, size: int) -> dist.ProcessGroup | None:
         return None
 
-    def verify(self, plan: str = "") -> None:
-        self.plan = plan
-
 
 class Groups:
     """Registry of process groups, equal on all ranks.
 
     Args:
         timeout: how long an operation on one of the groups may wait for its peers.
-        backend: for instance ``"gloo"``; None takes the default group's.
         device: where messages of the default group live; None is host memory.
     """
 
-    def __init__(self, timeout: timedelta, backend: str | None = None, device: torch.device | None = None) -> None:
+    def __init__(self, timeout: timedelta, device: torch.device | None = None) -> None:
         self._device = device
         self._timeout = timeout
-        self._backend = backend
         self._registered: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
 
     def get(
@@ -113,7 +107,7 @@ class Groups:
         Args:
             ranks: of the group.
             tag: what it is for.
-            backend: None takes that of this registry; one tag has one backend.
+            backend: None takes the default group's; one tag has one backend.
             is_link: see `Wish`.
 
         Raises:
@@ -144,9 +138,8 @@ class Groups:
         for wish in new:
             if wish in split:
                 continue
-            backend = wish.backend or self._backend
-            with _unbound() if backend == "gloo" else nullcontext():
-                group = dist.new_group(list(wish.ranks), self._timeout, backend, group_desc=wish.tag or None)
+            with _unbound() if wish.backend == "gloo" else nullcontext():
+                group = dist.new_group(list(wish.ranks), self._timeout, wish.backend, group_desc=wish.tag or None)
             self._registered[wish.ranks, wish.tag] = group if dist.get_rank() in wish.ranks else None
 
     def _splits(self, wish: Wish) -> bool:
@@ -158,7 +151,7 @@ class Groups:
         if default is None or default.bound_device_id is None:
             return False
         backends = {pair.split(":")[1] for pair in dist.get_backend_config().split(",")}
-        return backends == {"nccl"} and (wish.backend or self._backend or "nccl") == "nccl"
+        return backends == {"nccl"} and wish.backend in (None, "nccl")
 
     def _split(self, together: Sequence[Wish]) -> None:
         """Make groups that share no rank; collective over the world."""
