@@ -475,7 +475,7 @@ class MultimodalStrategy(CheckpointStrategy):
             run.optimization.show_shares(shown=False)
         finally:
             run.optimization.syncs = True
-            run.rest()
+            run.shared.rest()
             run.optimization.hidden.show()
 
     @override
