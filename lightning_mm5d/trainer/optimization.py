@@ -24,7 +24,7 @@ from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import Guard
-from lightning_mm5d.sharded.removable import meanwhile
+from lightning_mm5d.sharded.removable import Removable, meanwhile
 from lightning_mm5d.trainer.hidden_gradients import HiddenGradients, hooked
 from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.own_backwards import replaced, without_inputs
@@ -87,7 +87,7 @@ class Summing(NamedTuple):
     check: Callable[[Tensor], None]
 
 
-class Optimization:
+class Optimization(Removable):
     """What happens to gradients and optimizers on one rank.
 
     Args:
@@ -123,7 +123,6 @@ class Optimization:
         self._unsynced = self._summed = self._is_share_shown = self._is_in_backward = self._has_fresh = False
         self._unzeroed: list[Tensor | None] = []  # sums of earlier steps that were not zeroed, within an accumulation
         self._has_own_factor: bool | None = None
-        self._clipper: Precision | None = None
         self._names = names_of(module)
         self.hidden = HiddenGradients(gradients.shared, self._names)
         self.around: list[AroundUpdates] = []
@@ -471,15 +470,13 @@ class Optimization:
                 if parameters:  # a rank may hold none of the optimizer's
                     torch.nn.utils.clip_grad_value_(parameters, clip_value=clip_val)
 
-        vars(plugin).update(clip_grad_by_norm=clip_grad_by_norm, clip_grad_by_value=clip_grad_by_value)
-        self._clipper = plugin
+        self.put_attribute(plugin, "clip_grad_by_norm", clip_grad_by_norm)
+        self.put_attribute(plugin, "clip_grad_by_value", clip_grad_by_value)
 
     def remove(self) -> None:
         """Leave gradients and the precision plugin as they were."""
         self.hidden.take()
-        if self._clipper is not None:
-            for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-                vars(self._clipper).pop(name, None)
+        super().remove()
 
 
 def _anything(_: Tensor) -> None:

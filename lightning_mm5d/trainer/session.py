@@ -158,7 +158,6 @@ class Session:
         self.turns = Turns(
             module.trainer,
             together,
-            torch.device("cpu"),
             steps_together=not self.is_plain,
             predicts_together=not self.is_plain and plan.layout.num_replicas == 1,
             checkpoints=options.checkpoints,
@@ -375,7 +374,7 @@ class Session:
         self._cut.remove()
         self._metrics.detach()
         self.optimization.remove()
-        self.turns.detach()
+        self.turns.remove()
         vars(self._module).pop(BEFORE_TRANSFER, None)
         self._gathering.remove()
         self._mains.show_main()
