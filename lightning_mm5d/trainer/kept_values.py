@@ -38,7 +38,7 @@ from lightning_mm5d.data.joining import BatchNumber, Sizes, merge
 from lightning_mm5d.data.random_state import generator_states, is_iterator, put_generators_back
 from lightning_mm5d.sharded.remote_value import RemoteValue, is_remote, make_plain
 from lightning_mm5d.sharded.tensor import Sharded
-from lightning_mm5d.stage.payload import NotSent, Packer, detached, unsharded
+from lightning_mm5d.stage.payload import NotSent, detached, sendable, unsharded
 
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 _LEFT_ALONE = frozenset(
@@ -92,8 +92,7 @@ class KeptValues:
 
         Collective over ranks that share the layers of the last stage, where values are sharded over them.
         """
-        changed = self._before.changes("self")
-        return changed or []
+        return self._before.changes("self") or []
 
     def adopt(self, changes: list[Any]) -> None:
         """Put everything back, and make `changes`."""
@@ -539,9 +538,5 @@ def _encoded(value: Any, where: str) -> Any:
 
 
 def _sendable(value: Any, where: str) -> Any:
-    try:
-        Packer().describe(value)
-        sent = "<locals>" not in type(value).__qualname__
-    except ValueError:
-        sent = False
-    return value if sent else NotSent(f"{where}, of type {type(value).__name__},")
+    is_local = "<locals>" in type(value).__qualname__
+    return NotSent(f"{where}, of type {type(value).__name__},") if is_local else sendable(where, value)
