@@ -274,10 +274,19 @@ def gather_texts(text: str, device: torch.device | None) -> list[str]:
 
 def _gathered(row: Tensor, device: torch.device | None) -> Tensor:
     """Return the rows of all ranks ``[ranks, length]``, in host memory."""
-    row = row.to(device)
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, row)
-    return torch.stack(rows).cpu()
+    return gathered_rows(row.to(device)).cpu()
+
+
+def gathered_rows(row: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the tensors of all ranks of a group ``[ranks, ...]``; collective.
+
+    Args:
+        row: of this rank, where messages of the group live, of the same shape and dtype on all.
+        group: None for the default group.
+    """
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, row, group=group)
+    return torch.stack(rows)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
 from lightning_mm5d.config.errors import ConfigError, private
+from lightning_mm5d.engine.run_groups import gathered_rows
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import carried
 from lightning_mm5d.sharded.remote_value import settled
@@ -112,9 +113,7 @@ class ReplicaCollectives:
         local = carried(tensor if sync_grads else tensor.detach(), self._loss_group)
         if sync_grads:
             return torch.stack(list(all_gather(local, self._loss_group))).to(tensor.device)
-        gathered = [torch.empty_like(local) for _ in self._sources]
-        dist.all_gather(gathered, local, group=self._loss_group)
-        return torch.stack(gathered).to(tensor.device)
+        return gathered_rows(local, self._loss_group).to(tensor.device)
 
 
 class DataloaderHooks(Removable):

@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_mm5d.config.errors import RankMismatchError, private
 from lightning_mm5d.data.random_state import CPU
+from lightning_mm5d.engine.run_groups import gathered_rows
 from lightning_mm5d.monitor.verdict import named
 from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.trainer.checkpoints import Checkpoints
@@ -175,12 +176,10 @@ class Turns(Removable):
 
     def _differences(self, place: list[int]) -> str:
         assert self._group is not None
-        local = torch.tensor(place, device=CPU)
-        places = [torch.empty_like(local) for _ in range(self._group.size())]
-        dist.all_gather(places, local, group=self._group)
+        places = gathered_rows(torch.tensor(place, device=CPU), self._group).tolist()
         ranks: dict[tuple[int, ...], list[int]] = {}
         for rank, rank_place in enumerate(places):
-            ranks.setdefault(tuple(rank_place.tolist()), []).append(rank)
+            ranks.setdefault(tuple(rank_place), []).append(rank)
         told = "; ".join(_place(numbers, *where) for where, numbers in ranks.items())
         return (
             f"ranks begin different batches: {told}. All ranks must run equal numbers of batches: give their "
