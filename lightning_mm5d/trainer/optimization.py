@@ -28,6 +28,7 @@ from lightning_mm5d.sharded.removable import Removable, meanwhile
 from lightning_mm5d.trainer.hidden_gradients import HiddenGradients, hooked
 from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.own_backwards import replaced, without_inputs
+from lightning_mm5d.trainer.process_group import decided
 
 
 class SkippedUpdate(Exception):  # noqa: N818 - no error: it ends the optimizer's step
@@ -156,9 +157,7 @@ class Optimization(Removable):
         """
         if self._has_own_factor is None:
             # agreed once: callbacks may be those of one rank
-            has_own_factor = torch.tensor(float(not self._is_stock(precision)), device=message_device(self._device))
-            dist.all_reduce(has_own_factor, dist.ReduceOp.MAX)
-            self._has_own_factor = bool(has_own_factor)
+            self._has_own_factor = decided(not self._is_stock(precision), False, message_device(self._device))
         is_known = not (self._has_own_factor or self._hooks.exist())
         self._summed = is_known and self.syncs
         shares = any(modality.shared_stage for modality in self._plan.modalities.values())
@@ -256,15 +255,10 @@ class Optimization(Removable):
         with nullcontext() if self._is_plain else called(self._gradients.parameters):
             if older:
                 self._gradients.add(older)
-        if values is not None:
-            changed = torch.tensor(bool(values.changes()), device=message_device(self._device)).int()
-            dist.all_reduce(changed, dist.ReduceOp.MAX)
-            if changed:
-                rule = (
-                    "It runs on the ranks that hold the parameter, and others would read something else in the module"
-                )
-                fix = "Read p.grad in on_before_optimizer_step, which all ranks run with full gradients"
-                raise ConfigError("register_hook", "a hook of a parameter that writes to the module", rule, fix)
+        if values is not None and decided(bool(values.changes()), False, message_device(self._device)):
+            rule = "It runs on the ranks that hold the parameter, and others would read something else in the module"
+            fix = "Read p.grad in on_before_optimizer_step, which all ranks run with full gradients"
+            raise ConfigError("register_hook", "a hook of a parameter that writes to the module", rule, fix)
 
     @contextmanager
     def sums_own_backwards(self) -> Generator[None, None, None]:

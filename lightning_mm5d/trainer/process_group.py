@@ -290,10 +290,10 @@ def _digest(state: Tensor) -> str:
     return state.numpy().tobytes().hex()
 
 
-def decided(decision: bool, all_ranks: bool, device: torch.device) -> bool:
-    """Return on every rank whether all ranks decided yes, or any, with ``all_ranks=False``; collective."""
+def decided(decision: bool, all_ranks: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Return on every rank of a group whether all decided yes, or any, with ``all_ranks=False``; collective."""
     flag = torch.tensor(int(decision), device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MIN if all_ranks else dist.ReduceOp.MAX)
+    dist.all_reduce(flag, dist.ReduceOp.MIN if all_ranks else dist.ReduceOp.MAX, group)
     return bool(flag)
 
 

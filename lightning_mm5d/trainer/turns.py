@@ -34,6 +34,7 @@ from lightning_mm5d.monitor.verdict import named
 from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.trainer.checkpoints import Checkpoints
 from lightning_mm5d.trainer.guard import position
+from lightning_mm5d.trainer.process_group import decided
 
 
 class BatchProof(Protocol):
@@ -143,9 +144,7 @@ class Turns(Removable):
 
     def _any_validates(self, is_due: Callable[[Any], bool], data_fetcher: Any) -> bool:
         """Return whether `is_due` says of any rank that it is to validate now; collective."""
-        due = torch.tensor(int(is_due(data_fetcher)), device=CPU)
-        dist.all_reduce(due, dist.ReduceOp.MAX, group=self._group)
-        return bool(due)
+        return decided(is_due(data_fetcher), False, CPU, self._group)
 
     def _agreed(self, epoch: int, batch: int) -> int | None:
         """Return a rank that was told to terminate; None where none was."""
