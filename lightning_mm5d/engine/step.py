@@ -22,7 +22,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.data_parallel.gathering import Gathering
 from lightning_mm5d.data_parallel.shared_parameters import Groups, SharedParameters
-from lightning_mm5d.expert_parallel import Experts, Products
+from lightning_mm5d.expert_parallel import Experts
 from lightning_mm5d.plan.issued import why_apart
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule
@@ -148,14 +148,10 @@ class StepGathers:
             self._experts.begin(step.context, self._gathering.showing_rows)
 
     @contextmanager
-    def during(self, flight: tuple[StageKey, int], *, forward: bool, products: Products) -> Iterator[None]:
-        """Enter around a forward, or a backward that computes input gradients, of a microbatch in a stage.
-
-        Args:
-            flight: the stage and the microbatch.
-            forward: whether it is a forward.
-            products: of a forward, entered around the products of experts.
-        """
+    def during(self, action: Action, deferred: Deferred | None) -> Iterator[None]:
+        """Enter around an action, as `meeting` says."""
+        products = nullcontext if deferred is None else partial(DeferredProducts, deferred)
+        flight, forward = (action.stage, action.microbatch), action.kind is Kind.F
         with ExitStack() as stack:
             stack.enter_context(self._gathering.during(flight[0], flight, forward=forward))
             if self._experts is not None:
@@ -199,12 +195,7 @@ def meeting(gathers: StepGathers | None, action: Action, deferred: Deferred | No
         action: a forward, or a backward that computes input gradients.
         deferred: of a forward, takes the weight gradients that its backward puts off.
     """
-    if gathers is None:
-        yield
-        return
-    products = nullcontext if deferred is None else partial(DeferredProducts, deferred)
-    key, is_forward = (action.stage, action.microbatch), action.kind is Kind.F
-    with gathers.during(key, forward=is_forward, products=products):
+    with nullcontext() if gathers is None else gathers.during(action, deferred):
         yield
 
 
