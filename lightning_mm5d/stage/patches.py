@@ -126,13 +126,19 @@ class Patches(Removable):
         if runtime.tensor is not None:
             runtime.tensor.linear, runtime.tensor.puts_off = self._linear, self._due
         held, compiled = frozenset().union(*runtime.stages.values()), list[str]()
-        linears = list[nn.Module]()
+
+        # one function for all, outside of compiled layers, which are bound to the functions that they call
+        @torch.compiler.disable
+        def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            if self._puts_off(layer, args, kwargs):
+                return self._linear(layer, args[0], layer.bias)  # type: ignore[arg-type]
+            return type(layer).forward(layer, *args, **kwargs)
+
         for path, module in runtime.root.named_modules():
             if is_compiled(module):
                 compiled.append(path)
             if is_linear(module) and f"{path}.weight" in held and not any(is_in(path, outer) for outer in compiled):
-                linears.append(module)
-        self._patch_linears_of(linears)
+                self.put_forward(module, forward)
 
     def _patch_experts(self) -> None:
         held = frozenset().union(*self._runtime.stages.values())
@@ -243,17 +249,6 @@ class Patches(Removable):
     def _computed(self, path: str, module: nn.Module, args: tuple, result: Any) -> Any:
         run = self._runtime.active
         return result if run is None or self._runtime.guard.is_dry else run.computed(path, result)
-
-    def _patch_linears_of(self, modules: list[nn.Module]) -> None:
-        # one function for all, outside of compiled layers, which are bound to the functions that they call
-        @torch.compiler.disable
-        def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-            if self._puts_off(layer, args, kwargs):
-                return self._linear(layer, args[0], layer.bias)  # type: ignore[arg-type]
-            return type(layer).forward(layer, *args, **kwargs)
-
-        for module in modules:
-            self.put_forward(module, forward)
 
     def _patch_experts_of(self, module: nn.Module) -> None:
         instance_forward = vars(module).get("forward")
