@@ -301,7 +301,9 @@ class Engine:
             stack.enter_context(named(action))
             for hook in self._around_step:
                 stack.enter_context(hook.forward(run, action))
-            shapes = stack.enter_context(self._watching(step, stage, (replica, index), payloads))
+            shapes = UNKNOWN
+            if self._promises is not None:
+                shapes = stack.enter_context(self._promises.watching(step, stage, (replica, index), payloads))
             result, ended = self._executed(run, step, part, index, stage)
         if self._views[stage].is_last and ended:
             loss = step.finish(result, index)
@@ -322,11 +324,6 @@ class Engine:
         for hook in self._around_step:
             hook.ran(forward, passed)
         return Flight(run, sent, received, forward.loss, place, is_beside)
-
-    def _watching(
-        self, step: Step, stage: StageKey, place: tuple[int, int], received: Sequence[Payload]
-    ) -> AbstractContextManager[Shapes]:
-        return nullcontext(UNKNOWN) if self._promises is None else self._promises.watching(step, stage, place, received)
 
     def _executed(self, run: Run, step: Step, part: Microbatch, index: int, stage: StageKey) -> tuple[Any, bool]:
         """Return the result of a run, and whether it came to its end.
