@@ -102,10 +102,8 @@ class Presence:
         if self._group is None:
             return Present(frozenset(there), frozenset(again))
         flags = bytearray(2 * self._count)
-        for number in there:
+        for number in (*there, *(self._count + number for number in again)):
             flags[number] = 1
-        for number in again:
-            flags[self._count + number] = 1
         sums = torch.tensor(self._digest(bytes(flags)))
         dist.all_reduce(sums, group=self._group)
         key = tuple(sums.tolist())
