@@ -133,9 +133,9 @@ class ResultChannel:
     def __init__(
         self, *, src: int, group: dist.ProcessGroup | None, device: torch.device, host: dist.ProcessGroup | None = None
     ) -> None:
-        self._is_alone = group is None or dist.get_world_size(group) == 1
-        self._channel = None if self._is_alone else TreeChannel.within(group, src, device, host)
-        self._sends = self._is_alone or dist.get_rank() == src
+        is_alone = group is None or dist.get_world_size(group) == 1
+        self._channel = None if is_alone else TreeChannel.within(group, src, device, host)
+        self._sends = is_alone or dist.get_rank() == src
 
     def share(self, result: StepResult | None) -> StepResult:
         """Return the result of the rank where the step ends, on every rank of the replica; collective.
