@@ -135,14 +135,8 @@ class CheckpointStrategy(ProcessStrategy, ABC):
     def _note_position(self, checkpoint: dict[str, Any]) -> None:
         """Add what exact resuming needs; collective."""
         if self._fit_plan is not None and "optimizer_states" in checkpoint:
-            self._resume.collect(
-                self._module("save_checkpoint").trainer,
-                checkpoint,
-                seed=self._seed,
-                layout=self._layout_of_states(),
-                device=self.root_device,
-                wire=self._wire,
-            )
+            trainer, layout = self._module("save_checkpoint").trainer, self._layout_of_states()
+            self._resume.collect(trainer, checkpoint, seed=self._seed, layout=layout, device=self.root_device)
 
     @override
     @_on_parts
@@ -360,7 +354,6 @@ class CheckpointStrategy(ProcessStrategy, ABC):
             trainer,
             layout=self._layout_of_states(),
             device=self.root_device,
-            wire=message_device(self.root_device),
             replica=replica.replicas_of_rank(self.global_rank)[0],
             rank=self.global_rank,
         )

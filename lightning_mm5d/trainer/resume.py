@@ -40,6 +40,7 @@ from lightning_mm5d.data.random_state import (
 from lightning_mm5d.data.resumable import Position, Resumable, with_own
 from lightning_mm5d.engine.codec import receive_tree, send_tree
 from lightning_mm5d.engine.run_groups import gathered_rows
+from lightning_mm5d.sharded.collectives import message_device
 
 KEY, RESUME = "lightning_mm5d", "resume"
 """``checkpoint[KEY]`` is all that a checkpoint says beside Lightning's own; ``[RESUME]`` of it what is said here."""
@@ -141,14 +142,7 @@ class Resume:
     # --- saving ---
 
     def collect(
-        self,
-        trainer: pl.Trainer,
-        checkpoint: dict[str, Any],
-        *,
-        seed: int,
-        layout: Any,
-        device: torch.device,
-        wire: torch.device,
+        self, trainer: pl.Trainer, checkpoint: dict[str, Any], *, seed: int, layout: Any, device: torch.device
     ) -> None:
         """Add to `checkpoint` what a run needs to go on from it; complete on rank 0 only. Collective.
 
@@ -158,14 +152,13 @@ class Resume:
             seed: of all random streams.
             layout: plain values that are equal where ranks stand for the same parts of a run.
             device: where this rank computes.
-            wire: where messages live.
         """
         loaders = list(training_loaders(trainer))
         if not loaders and self.saved is not None:  # nothing was read since the checkpoint that this run goes on from
             checkpoint[KEY] = {**checkpoint.get(KEY, {}), RESUME: self.saved}
             return
         loops = checkpoint["loops"]["fit_loop"]
-        steps = _wound_back(trainer, loaders, loops)
+        steps, wire = _wound_back(trainer, loaders, loops), message_device(device)
         positions = [_gathered(loader.position(steps), wire) for loader in loaders]
         if _begins_epoch(trainer, loops):
             positions = [replace(position, epoch=position.epoch - 1) for position in positions]
@@ -197,16 +190,13 @@ class Resume:
         self._foreign = state.pop(_COMBINED, [])
         return None if self.saved is None else int(self.saved["seed"])
 
-    def begin(
-        self, trainer: pl.Trainer, *, layout: Any, device: torch.device, wire: torch.device, replica: int, rank: int
-    ) -> None:
+    def begin(self, trainer: pl.Trainer, *, layout: Any, device: torch.device, replica: int, rank: int) -> None:
         """Go on from the checkpoint that was loaded, if any. Collective.
 
         Args:
             trainer: about to train.
             layout: as for `collect`.
             device: where this rank computes.
-            wire: where messages live.
             replica: the first that this rank serves.
             rank: global rank.
 
@@ -216,7 +206,7 @@ class Resume:
         saved, self.saved = self.saved, None
         is_loaded, self._is_loaded = self._is_loaded, False
         loaders = list(training_loaders(trainer))
-        watch, state = self.watch(trainer), packed_state().to(wire)
+        watch, state = self.watch(trainer), packed_state().to(message_device(device))
         watch.forget()
         if dist.is_initialized():
             dist.broadcast(state, 0)
