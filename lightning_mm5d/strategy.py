@@ -559,7 +559,7 @@ class MultimodalStrategy(CheckpointStrategy):
             return self._session.collectives
         if self._last_plan is None or not dist.is_initialized():
             return None
-        return ReplicaCollectives.after(self._last_plan, self.global_rank)
+        return ReplicaCollectives(self._last_plan, self.global_rank)
 
 
 # a parser hands any value on, and the constructor refuses a wrong one in its own words

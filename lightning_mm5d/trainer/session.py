@@ -221,14 +221,7 @@ class Session:
         self.optimization = Optimization(
             module, plan, gradients, self._hooks, guard=self.guard, is_plain=self.is_plain, device=device
         )
-        self.collectives = ReplicaCollectives(
-            self._cut.runtime,
-            tuple(ranks[0] for ranks in last),
-            world_size=plan.layout.size,
-            rank=rank,
-            loss_group=groups.loss,
-            shares_ranks=any(len(plan.layout.replicas_of_rank(other)) > 1 for other in range(plan.layout.size)),
-        )
+        self.collectives = ReplicaCollectives(plan, rank, self._cut.runtime, groups.loss)
 
     def share(self, optimizers: Sequence[Optimizer]) -> None:
         """Leave this rank the rows that it owns, and free what `optimizers` keep for other ranks."""
