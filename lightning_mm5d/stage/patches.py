@@ -130,9 +130,10 @@ class Patches(Removable):
         # one function for all, outside of compiled layers, which are bound to the functions that they call
         @torch.compiler.disable
         def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-            if self._puts_off(layer, args, kwargs):
-                return self._linear(layer, args[0], layer.bias)  # type: ignore[arg-type]
-            return type(layer).forward(layer, *args, **kwargs)
+            # what is sharded would be gathered
+            if kwargs or not args or isinstance(args[0], Sharded) or (due := self._due(layer, *args)) is None:
+                return type(layer).forward(layer, *args, **kwargs)
+            return deferred_linear(layer, args[0], layer.bias, due)  # type: ignore[arg-type]
 
         for path, module in runtime.root.named_modules():
             if is_compiled(module):
@@ -261,12 +262,6 @@ class Patches(Removable):
                 return original(*args, **kwargs)
 
         self.put_forward(module, forward)
-
-    def _puts_off(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
-        run = self._runtime.active
-        if run is None or run.deferred is None or kwargs or isinstance(args[0], Sharded):  # it would be gathered
-            return False
-        return defers(layer, *args)
 
     def _linear(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         """Compute a linear layer; the active run may put its weight gradient off."""
