@@ -254,11 +254,9 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
-        module = trainer.lightning_module
-        if not has_kept_shards(module):
-            return super()._collect_rank_zero_results(trainer, results)
         with ExitStack() as stack:
-            stack.callback(put(module, "state_dict", dict))  # nothing of the weights goes back
+            if has_kept_shards(trainer.lightning_module):  # nothing of the weights goes back
+                stack.callback(put(trainer.lightning_module, "state_dict", dict))
             return super()._collect_rank_zero_results(trainer, results)
 
     @override
