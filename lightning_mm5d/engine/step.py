@@ -137,12 +137,11 @@ class StepGathers:
             trainable: names of the parameters that require a gradient.
         """
         full = all(len(parts) == count for parts in step.microbatches.values())
-        per_action = False
-        if self._group is not None:
-            why = self._why_apart(schedule, count, trainable, full=full)
-            per_action = why is None
-            if why is not None:
-                self._warn(why)
+        why = "" if self._group is None else self._why_apart(schedule, count, trainable, full=full)
+        per_action = why is None
+        if why and self._plan.experts and why not in self._told:  # once for each reason
+            self._told.add(why)
+            warn_on_first_rank(f"ep_size: each rank gathers all experts of its layers for a step, because {why}")
         self._gathering.begin(per_action=per_action)
         if self._experts is not None and per_action:
             self._experts.begin(step.context, self._gathering.showing_rows)
@@ -178,12 +177,6 @@ class StepGathers:
         if key not in self._known:
             self._known[key] = why_apart(self._plan, schedule, count, trainable, is_ordered=self._is_ordered)
         return self._known[key]
-
-    def _warn(self, why: str) -> None:
-        """Say once for each reason that ranks hold all experts in a step."""
-        if self._plan.experts and why not in self._told:
-            self._told.add(why)
-            warn_on_first_rank(f"ep_size: each rank gathers all experts of its layers for a step, because {why}")
 
 
 @contextmanager
