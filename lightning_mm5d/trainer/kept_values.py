@@ -23,6 +23,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -295,11 +296,8 @@ class _Row:
 
     def added(self) -> list[list[Any]]:
         """What each microbatch has appended."""
-        added, before = list[list[Any]](), self.values
-        for mark in self.marks:
-            added.append(mark[len(before) - _dropped(before, mark) :])
-            before = mark
-        return added
+        pairs = pairwise([self.values, *self.marks])
+        return [mark[len(before) - _dropped(before, mark) :] for before, mark in pairs]
 
     def join(self, samples: Sizes) -> None:
         """Make one element of each that was appended for all microbatches."""
@@ -399,12 +397,7 @@ _Part = _Object | _Row | _Whole
 
 
 def _look_into(items: Any, depth: int) -> dict[Any, _Part]:
-    parts: dict[Any, _Part] = {}
-    for name, value in items:
-        part = _part(value, depth + 1)
-        if part is not None:
-            parts[name] = part
-    return parts
+    return {name: part for name, value in items if (part := _part(value, depth + 1)) is not None}
 
 
 def _part(value: Any, depth: int) -> _Part | None:
