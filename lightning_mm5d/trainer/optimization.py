@@ -102,6 +102,7 @@ class Optimization(Removable):
 
     Attributes:
         syncs: whether the next backward sums gradients over ranks, as outside of Lightning's accumulation.
+        is_unsummed: whether there are gradients of an accumulation that its last batch will sum over ranks.
         hidden: gradients of shared parameters between batches.
         around: is called at each step of an optimizer.
     """
@@ -121,7 +122,8 @@ class Optimization(Removable):
         self._module, self._plan, self._gradients = module, plan, gradients
         self._is_plain, self._device = is_plain, device
         self.syncs = True
-        self._unsynced = self._summed = self._is_share_shown = self._is_in_backward = self._has_fresh = False
+        self.is_unsummed = False
+        self._summed = self._is_share_shown = self._is_in_backward = self._has_fresh = False
         self._unzeroed: list[Tensor | None] = []  # sums of earlier steps that were not zeroed, within an accumulation
         self._has_own_factor: bool | None = None
         self._names = names_of(module)
@@ -164,7 +166,7 @@ class Optimization(Removable):
         return Summing(
             self._summed,
             1.0 / self._module.trainer.accumulate_grad_batches if is_known else None,
-            is_known and self._unsynced,
+            is_known and self.is_unsummed,
             self._check_factor if self._has_own_factor and shares else _anything,
         )
 
@@ -226,16 +228,16 @@ class Optimization(Removable):
         Lightning's accumulation the sum is left to the last backward, unless hooks of parameters wait for it.
         """
         if not self.syncs and not self._hooks.exist():
-            if not self._unsynced:
+            if not self.is_unsummed:
                 self._unzeroed = self._gradients.take()
-            self._unsynced = True
+            self.is_unsummed = True
             with self._laid():
                 yield
             if not self._is_plain:
                 self.show_shares(shown=True)
             return
         summed, self._summed = self._summed, False
-        older = self._unzeroed if self._unsynced else self._gradients.take()
+        older = self._unzeroed if self.is_unsummed else self._gradients.take()
         self._unzeroed = []
         if self._is_plain:
             reduction = self._gradients.reduction(is_early=not self._hooks.exist())
@@ -247,7 +249,7 @@ class Optimization(Removable):
             yield
             if not summed:
                 self._gradients.reduce()  # a schedule has given each replica its share of the loss
-        self._unsynced = False
+        self.is_unsummed = False
         for shared in self._gradients.shared.all:
             if has_hooks(shared.parameter):
                 raise hooked(self._names[id(shared.parameter)], shared.shard)
@@ -423,11 +425,6 @@ class Optimization(Removable):
         if bool(bad):
             torch._foreach_zero_(grads)
             torch._foreach_add_(grads, float("inf"))
-
-    @property
-    def is_unsummed(self) -> bool:
-        """Whether there are gradients of an accumulation that its last batch will sum over ranks."""
-        return self._unsynced
 
     def norm(self, norm_type: float, names: Collection[str] | None = None) -> Tensor:
         """Return the norm of the gradients of `names`, or of all, over all ranks; collective."""
