@@ -16,7 +16,7 @@ are not in the checkpoint: no parameter has seen its batches yet.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -153,7 +153,7 @@ class Resume:
             layout: plain values that are equal where ranks stand for the same parts of a run.
             device: where this rank computes.
         """
-        loaders = list(training_loaders(trainer))
+        loaders = training_loaders(trainer)
         if not loaders and self.saved is not None:  # nothing was read since the checkpoint that this run goes on from
             checkpoint[KEY] = {**checkpoint.get(KEY, {}), RESUME: self.saved}
             return
@@ -205,7 +205,7 @@ class Resume:
         """
         saved, self.saved = self.saved, None
         is_loaded, self._is_loaded = self._is_loaded, False
-        loaders = list(training_loaders(trainer))
+        loaders = training_loaders(trainer)
         watch, state = self.watch(trainer), packed_state().to(message_device(device))
         watch.forget()
         if dist.is_initialized():
@@ -236,11 +236,10 @@ class Resume:
             )
 
 
-def training_loaders(trainer: pl.Trainer) -> Iterator[Resumable]:
-    """Yield the training dataloaders of a run in Lightning's order; none before they are made."""
-    for loader in tree_leaves(trainer.train_dataloader, is_leaf=lambda leaf: isinstance(leaf, Resumable)):
-        if isinstance(loader, Resumable):
-            yield loader
+def training_loaders(trainer: pl.Trainer) -> list[Resumable]:
+    """Return the training dataloaders of a run in Lightning's order; none before they are made."""
+    leaves = tree_leaves(trainer.train_dataloader, is_leaf=lambda leaf: isinstance(leaf, Resumable))
+    return [loader for loader in leaves if isinstance(loader, Resumable)]
 
 
 def _steps(trainer: pl.Trainer) -> int:
