@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -86,9 +87,7 @@ class Flat:
     def __init__(self, parameters: Sequence[nn.Parameter], side: SideStream) -> None:
         self._parameters, self._side = parameters, side
         unit = max(_ALIGNED // gradient_dtype(parameters[0]).itemsize, 1)
-        self._starts = [0]
-        for parameter in parameters:
-            self._starts.append(self._starts[-1] + -(-parameter.numel() // unit) * unit)
+        self._starts = [*accumulate((-(-parameter.numel() // unit) * unit for parameter in parameters), initial=0)]
         # contiguous on all ranks, however a rank lays out a parameter
         self._strides = [torch.empty(parameter.shape, device="meta").stride() for parameter in parameters]
         self._memory: Tensor | None = None
