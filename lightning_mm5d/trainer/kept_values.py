@@ -69,7 +69,7 @@ class KeptValues:
     """
 
     def __init__(self, module: pl.LightningModule, apart: Collection[str] = ()) -> None:
-        self._module, self._apart = module, apart
+        self._apart = apart
         self._before = attributes_of(module)
 
     def restore(self) -> None:
