@@ -47,7 +47,7 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule, Simulation, check_fields, loaded
 from lightning_mm5d.trainer.checkpoint_strategy import CheckpointStrategy
 from lightning_mm5d.trainer.construction import configured, is_configured, try_configured
-from lightning_mm5d.trainer.feature import made_features, tell_of_loader
+from lightning_mm5d.trainer.feature import made_features
 from lightning_mm5d.trainer.kept_shards import kept_plan, refuse_other_processes
 from lightning_mm5d.trainer.launch import ProcessLauncher
 from lightning_mm5d.trainer.replica_collectives import DataloaderHooks, ReplicaCollectives, put_in_no_sampler
@@ -396,7 +396,8 @@ class MultimodalStrategy(CheckpointStrategy):
             shares=layout.microbatches(self.num_microbatches or 1) if trainer.training and layout.deals else None,
             shared_objects=[trainer, *module.modules()],
         )
-        tell_of_loader(self._features, dataloader, trainer, self._agreement)
+        for feature in self._features:
+            feature.loading(dataloader, trainer, self._agreement)
         if self.microbatching == "loader" and self.num_microbatches is not None and self.num_microbatches > 1:
             return group_batches(dataloader, self.num_microbatches)
         return dataloader
@@ -475,7 +476,7 @@ class MultimodalStrategy(CheckpointStrategy):
             run.optimization.show_shares(shown=False)
         finally:
             run.optimization.syncs = True
-            run.rest()
+            run.shared.rest()
             run.optimization.hidden.show()
 
     @override
@@ -559,7 +560,7 @@ class MultimodalStrategy(CheckpointStrategy):
             return self._session.collectives
         if self._last_plan is None or not dist.is_initialized():
             return None
-        return ReplicaCollectives.after(self._last_plan, self.global_rank)
+        return ReplicaCollectives(self._last_plan, self.global_rank)
 
 
 # a parser hands any value on, and the constructor refuses a wrong one in its own words

@@ -112,14 +112,21 @@ class Agreement:
 
     def _statement(self, store: dist.Store, digest: str) -> dict[str, Any]:
         """Return the statement with this digest; "unknown" where its ranks ended before they published it."""
-        key, end = f"statement {digest}", time.monotonic() + _GRACE_S
-        for pause in pauses():
+        key = f"statement {digest}"
+        for _ in looks(_GRACE_S):
             if store.check([key]):
                 return json.loads(store.get(key))
-            if time.monotonic() > end:
-                break
-            time.sleep(pause)
         return {_NEXT: "unknown"}
+
+
+def looks(seconds: float) -> Iterator[None]:
+    """Yield for each look at something that may come within some seconds, with pauses between."""
+    end = time.monotonic() + seconds
+    for pause in pauses():
+        yield
+        if time.monotonic() > end:
+            return
+        time.sleep(pause)
 
 
 def pauses() -> Iterator[float]:

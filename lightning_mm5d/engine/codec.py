@@ -271,11 +271,8 @@ def receive(fill: Callable[..., None], first: Tensor, headers: dict[int, Header]
     """
     header, start = receive_header(fill, first, headers)
     riding = _riders(header.sizes, first.numel() - start)
-    parts = []
-    for size in header.sizes[:riding]:
-        parts.append(first[start : start + size].clone())
-        start += size
-    sizes = header.sizes[riding:]
+    riders, sizes = header.sizes[:riding], header.sizes[riding:]
+    parts = [piece.clone() for piece in first[start : start + sum(riders)].split(riders)]
     rest = buffers(sizes, first.device)
     if rest:
         fill(*rest)

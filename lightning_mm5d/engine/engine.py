@@ -48,8 +48,9 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule
 from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.stage import Deferred, GraphEndError, Payload, Run, Runtime, SharedBuffers, StageError, StageView
+from lightning_mm5d.stage import Deferred, GraphEndError, Payload, Run, Runtime, StageError, StageView
 from lightning_mm5d.stage.payload import PARTS
+from lightning_mm5d.stage.remote import copied_buffers
 
 _is_profiled = private(torch.autograd, "_profiler_enabled")
 Ending = Callable[[StageKey, Sequence[nn.Parameter] | None, int], AbstractContextManager[None]]
@@ -64,6 +65,13 @@ _ACROSS = (
     "boundaries of stages. Give the modalities the same ranks (colocate_with) and pp_size=1, or take the gradient "
     "within one stage"
 )
+
+READS_SHARDS = (
+    "The step reads the values of a sharded parameter itself (`lm_head.weight`, or a penalty over "
+    "`self.parameters()`), or depends on the rank: call the module instead, use the optimizer's weight_decay, or set "
+    "tp_size and cp_size to 1"
+)
+"""why ranks that share layers have unequal values, and what to do"""
 
 
 def named(action: Action) -> AbstractContextManager[Any]:
@@ -125,12 +133,17 @@ class Engine:
         is_ordered = transport is not None and transport.is_ordered
         self.preparation = Preparation(plan, self._bridges, schedule, num_microbatches, rank, is_ordered=is_ordered)
         self._promises = Promises(hosts) if is_ordered else None
-        self._first_loss = FirstLoss(plan, runtime, views)
+        self._has_checked_loss = False
         order = plan.topology.order
         self._last = max(views, key=lambda key: (order.index(key.modality), key.number))  # of this rank
         writers = {name: keys & views.keys() or {self._last} for name, keys in plan.ownership.buffer_stages.items()}
-        self._shared_buffers = {
-            stage: SharedBuffers(runtime.root, [name for name, keys in writers.items() if stage not in keys])
+        places = {
+            name: (runtime.root.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in writers
+        }
+        # where a rank runs several stages, the last one writes to buffers, because it runs most of the step; to those
+        # of layers, the stage that has these. A counter in the step would count once for each stage
+        self._spared_buffers = {
+            stage: [places[name] for name, keys in writers.items() if stage not in keys]
             for stage in (views if len(views) > 1 else ())
         }
 
@@ -255,7 +268,7 @@ class Engine:
                     for (action, part), received, due in zip(given, payloads, deferred, strict=True)
                 ]
                 self._starts()
-                with self._spared(stage):
+                with copied_buffers(self._spared_buffers.get(stage, ())):
                     forwards = beside.run(stage, calls, [self, *step.scopes], backward=False)
             are_beside = bool(forwards)
             for (action, part), due in zip(given, deferred, strict=True) if not are_beside else ():
@@ -264,7 +277,7 @@ class Engine:
                     received = self._payloads(graph, action)
                     self._starts()
                     watching = nullcontext() if beside is None else beside.watching(step, stage, part.batch)
-                    with self._spared(stage), watching:
+                    with copied_buffers(self._spared_buffers.get(stage, ())), watching:
                         forwards.append(self._forward(step, action, part, received, due))
             return [self._flight(step, graph, forward, are_beside) for forward in forwards]
 
@@ -272,9 +285,6 @@ class Engine:
         place = self._place(action)
         bridges = [self._bridges.between(other, action.stage, place) for other in graph.predecessors(action.stage)]
         return [unpacked(*bridge.recv(place)) for bridge in bridges]
-
-    def _spared(self, stage: StageKey) -> AbstractContextManager[None]:
-        return self._shared_buffers[stage].spared() if self._shared_buffers else nullcontext()
 
     def _forward(
         self, step: Step, action: Action, part: Microbatch, payloads: list[Payload], deferred: Deferred | None
@@ -291,12 +301,14 @@ class Engine:
             stack.enter_context(named(action))
             for hook in self._around_step:
                 stack.enter_context(hook.forward(run, action))
-            shapes = stack.enter_context(self._watching(step, stage, (replica, index), payloads))
+            shapes = UNKNOWN
+            if self._promises is not None:
+                shapes = stack.enter_context(self._promises.watching(step, stage, (replica, index), payloads))
             result, ended = self._executed(run, step, part, index, stage)
         if self._views[stage].is_last and ended:
             loss = step.finish(result, index)
             if loss is not None:
-                self._first_loss.check(loss, stage)
+                self._check_first_loss(loss, stage)
         return Forward(action, part, run, payloads, shapes, loss)
 
     def _flight(self, step: Step, graph: Graph, forward: Forward, is_beside: bool) -> Flight:
@@ -312,11 +324,6 @@ class Engine:
         for hook in self._around_step:
             hook.ran(forward, passed)
         return Flight(run, sent, received, forward.loss, place, is_beside)
-
-    def _watching(
-        self, step: Step, stage: StageKey, place: tuple[int, int], received: Sequence[Payload]
-    ) -> AbstractContextManager[Shapes]:
-        return nullcontext(UNKNOWN) if self._promises is None else self._promises.watching(step, stage, place, received)
 
     def _executed(self, run: Run, step: Step, part: Microbatch, index: int, stage: StageKey) -> tuple[Any, bool]:
         """Return the result of a run, and whether it came to its end.
@@ -414,25 +421,13 @@ class Engine:
                 shapes = self._promises.shapes_back(stage, flight.place, [meta for meta, _ in arrived])
             flight.send_back(shapes)
 
+    # --- the first loss ---
 
-class FirstLoss:
-    """Checks the first loss that a rank computes, and no later one.
-
-    Args:
-        plan: all stages.
-        runtime: the patched module.
-        views: this rank's stages.
-    """
-
-    def __init__(self, plan: Plan, runtime: Runtime, views: Mapping[StageKey, StageView]) -> None:
-        self._plan, self._runtime, self._views = plan, runtime, views
-        self._checked = False
-
-    def check(self, loss: Tensor, stage: StageKey) -> None:
-        """Warn of a loss that is NaN, and refuse unequal losses of the ranks that share the last layers."""
-        if self._checked:
+    def _check_first_loss(self, loss: Tensor, stage: StageKey) -> None:
+        """Warn of a loss that is NaN, and refuse unequal losses of the ranks that share the last layers; only once."""
+        if self._has_checked_loss:
             return
-        self._checked = True
+        self._has_checked_loss = True
         self._check_equal(loss, stage)
         if self._plan.topology.edges and bool(loss.detach().isnan()):
             remote = sorted(set(self._plan.partition.layers) - set(self._views[stage].cuts)) or ["earlier layers"]
@@ -453,7 +448,5 @@ class FirstLoss:
         if highest - lowest > 1e-4 * max(abs(highest), abs(lowest)):
             raise StageError(
                 f"the ranks that share stage {stage} have unequal losses in the first step, from {lowest:.6g} to "
-                f"{highest:.6g}. The step reads the values of a sharded parameter itself (`lm_head.weight`, or a "
-                "penalty over `self.parameters()`), or depends on the rank: call the module instead, use the "
-                "optimizer's weight_decay, or set tp_size and cp_size to 1"
+                f"{highest:.6g}. {READS_SHARDS}"
             )

@@ -12,12 +12,8 @@ from lightning_mm5d.schedule import Action, Graph, Grouping, Kind, Schedule, is_
 from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.schedule.issue_order import IssueOrder
 
-
-class Receipt(NamedTuple):
-    """A payload that arrives: on which bridge, and the replica and index of its microbatch."""
-
-    bridge: Bridge
-    place: tuple[int, int]
+Receipt = tuple[Bridge, tuple[int, int]]
+"""A payload that arrives: on which bridge, and the replica and index of its microbatch."""
 
 
 class Prepared(NamedTuple):
@@ -118,7 +114,7 @@ class Preparation:
             for message in turn.receives:
                 place, ends = divmod(message.microbatch, count), (message.source, message.target)
                 ends = ends[::-1] if message.gradients else ends
-                receipts[-1].append(Receipt(self._bridges.between(*ends, place, back=message.gradients), place))
+                receipts[-1].append((self._bridges.between(*ends, place, back=message.gradients), place))
         split_stages = frozenset(action.stage for action in actions if action.kind is Kind.I)
         last = {action.stage: action for action in actions if action.kind is not Kind.F}
         return Prepared(graph, actions, _groups(actions, grouping), arrivals, receipts, split_stages, last)

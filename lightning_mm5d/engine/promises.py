@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_mm5d.engine.step import Step
 from lightning_mm5d.engine.transport import Shapes
 from lightning_mm5d.schedule.graph import StageKey
+from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.stage import Payload
 
 _MOST = 4096  # microbatch shapes of a stage that can be promised, so that ever new ones do not fill the memory
@@ -243,11 +244,8 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _TEXTS:
-            before, self._shapes.ignores = self._shapes.ignores, True
-            try:
+            with meanwhile(self._shapes, ignores=True):
                 return func(*args, **(kwargs or {}))
-            finally:
-                self._shapes.ignores = before
         reads = func in _READS or (func in _SPLITS and any(isinstance(argument, Tensor) for argument in args[1:]))
         self.seen = self.seen or (reads and not self._shapes.ignores)
         return func(*args, **(kwargs or {}))

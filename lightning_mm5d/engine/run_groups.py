@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product
@@ -41,6 +41,7 @@ from lightning_mm5d.plan.plan import Plan, encoding_of
 from lightning_mm5d.plan.sums import sum_groups
 from lightning_mm5d.plan.topology import Topology, pairs_of
 from lightning_mm5d.sharded.collectives import TensorGroup, backend_of
+from lightning_mm5d.sharded.removable import meanwhile
 
 _SHOWN_BYTES = 512  # of a text, in an error
 _LINK_CTAS = 4
@@ -53,7 +54,7 @@ class Wish(NamedTuple):
     Attributes:
         ranks: global, ascending.
         tag: what it is for.
-        backend: None for that of the registry.
+        backend: None for the default group's.
         is_link: whether it carries payloads from one rank to another, for which few blocks of a device will do.
     """
 
@@ -71,7 +72,6 @@ class Wishes:
 
     def __init__(self) -> None:
         self.wanted: dict[Wish, None] = {}
-        self.plan = ""
 
     def get(
         self, ranks: Sequence[int], tag: str = "", backend: str | None = None, *, is_link: bool = False
@@ -82,23 +82,18 @@ class Wishes:
     def host(self, size: int) -> dist.ProcessGroup | None:
         return None
 
-    def verify(self, plan: str = "") -> None:
-        self.plan = plan
-
 
 class Groups:
     """Registry of process groups, equal on all ranks.
 
     Args:
         timeout: how long an operation on one of the groups may wait for its peers.
-        backend: for instance ``"gloo"``; None takes the default group's.
         device: where messages of the default group live; None is host memory.
     """
 
-    def __init__(self, timeout: timedelta, backend: str | None = None, device: torch.device | None = None) -> None:
+    def __init__(self, timeout: timedelta, device: torch.device | None = None) -> None:
         self._device = device
         self._timeout = timeout
-        self._backend = backend
         self._registered: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
 
     def get(
@@ -112,7 +107,7 @@ class Groups:
         Args:
             ranks: of the group.
             tag: what it is for.
-            backend: None takes that of this registry; one tag has one backend.
+            backend: None takes the default group's; one tag has one backend.
             is_link: see `Wish`.
 
         Raises:
@@ -143,9 +138,8 @@ class Groups:
         for wish in new:
             if wish in split:
                 continue
-            backend = wish.backend or self._backend
-            with _unbound() if backend == "gloo" else nullcontext():
-                group = dist.new_group(list(wish.ranks), self._timeout, backend, group_desc=wish.tag or None)
+            with _unbound() if wish.backend == "gloo" else nullcontext():
+                group = dist.new_group(list(wish.ranks), self._timeout, wish.backend, group_desc=wish.tag or None)
             self._registered[wish.ranks, wish.tag] = group if dist.get_rank() in wish.ranks else None
 
     def _splits(self, wish: Wish) -> bool:
@@ -157,7 +151,7 @@ class Groups:
         if default is None or default.bound_device_id is None:
             return False
         backends = {pair.split(":")[1] for pair in dist.get_backend_config().split(",")}
-        return backends == {"nccl"} and (wish.backend or self._backend or "nccl") == "nccl"
+        return backends == {"nccl"} and wish.backend in (None, "nccl")
 
     def _split(self, together: Sequence[Wish]) -> None:
         """Make groups that share no rank; collective over the world."""
@@ -253,8 +247,7 @@ def communicators(wishes: Iterable[Wish]) -> tuple[int, int]:
     return max(Counter(rank for wish in split for rank in wish.ranks).values(), default=0), len(disjoint(split))
 
 
-@contextmanager
-def _unbound() -> Iterator[None]:
+def _unbound() -> AbstractContextManager[None]:
     """Enter around the making of groups that split nothing; the default group has no device of its own inside.
 
     With one, torch (2.13, `_new_process_group_helper`) has every rank outside of a new group take part in a split of
@@ -264,11 +257,7 @@ def _unbound() -> Iterator[None]:
     """
     default = dist.group.WORLD
     assert default is not None
-    device, default.bound_device_id = default.bound_device_id, None
-    try:
-        yield
-    finally:
-        default.bound_device_id = device
+    return meanwhile(default, bound_device_id=None)
 
 
 def gather_texts(text: str, device: torch.device | None) -> list[str]:
@@ -285,10 +274,19 @@ def gather_texts(text: str, device: torch.device | None) -> list[str]:
 
 def _gathered(row: Tensor, device: torch.device | None) -> Tensor:
     """Return the rows of all ranks ``[ranks, length]``, in host memory."""
-    row = row.to(device)
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, row)
-    return torch.stack(rows).cpu()
+    return gathered_rows(row.to(device)).cpu()
+
+
+def gathered_rows(row: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the tensors of all ranks of a group ``[ranks, ...]``; collective.
+
+    Args:
+        row: of this rank, where messages of the group live, of the same shape and dtype on all.
+        group: None for the default group.
+    """
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, row, group=group)
+    return torch.stack(rows)
 
 
 @dataclass(frozen=True)

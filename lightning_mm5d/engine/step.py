@@ -22,7 +22,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.data_parallel.gathering import Gathering
 from lightning_mm5d.data_parallel.shared_parameters import Groups, SharedParameters
-from lightning_mm5d.expert_parallel import Experts, Products
+from lightning_mm5d.expert_parallel import Experts
 from lightning_mm5d.plan.issued import why_apart
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule
@@ -137,25 +137,20 @@ class StepGathers:
             trainable: names of the parameters that require a gradient.
         """
         full = all(len(parts) == count for parts in step.microbatches.values())
-        per_action = False
-        if self._group is not None:
-            why = self._why_apart(schedule, count, trainable, full=full)
-            per_action = why is None
-            if why is not None:
-                self._warn(why)
+        why = "" if self._group is None else self._why_apart(schedule, count, trainable, full=full)
+        per_action = why is None
+        if why and self._plan.experts and why not in self._told:  # once for each reason
+            self._told.add(why)
+            warn_on_first_rank(f"ep_size: each rank gathers all experts of its layers for a step, because {why}")
         self._gathering.begin(per_action=per_action)
         if self._experts is not None and per_action:
             self._experts.begin(step.context, self._gathering.showing_rows)
 
     @contextmanager
-    def during(self, flight: tuple[StageKey, int], *, forward: bool, products: Products) -> Iterator[None]:
-        """Enter around a forward, or a backward that computes input gradients, of a microbatch in a stage.
-
-        Args:
-            flight: the stage and the microbatch.
-            forward: whether it is a forward.
-            products: of a forward, entered around the products of experts.
-        """
+    def during(self, action: Action, deferred: Deferred | None) -> Iterator[None]:
+        """Enter around an action, as `meeting` says."""
+        products = nullcontext if deferred is None else partial(DeferredProducts, deferred)
+        flight, forward = (action.stage, action.microbatch), action.kind is Kind.F
         with ExitStack() as stack:
             stack.enter_context(self._gathering.during(flight[0], flight, forward=forward))
             if self._experts is not None:
@@ -183,12 +178,6 @@ class StepGathers:
             self._known[key] = why_apart(self._plan, schedule, count, trainable, is_ordered=self._is_ordered)
         return self._known[key]
 
-    def _warn(self, why: str) -> None:
-        """Say once for each reason that ranks hold all experts in a step."""
-        if self._plan.experts and why not in self._told:
-            self._told.add(why)
-            warn_on_first_rank(f"ep_size: each rank gathers all experts of its layers for a step, because {why}")
-
 
 @contextmanager
 def meeting(gathers: StepGathers | None, action: Action, deferred: Deferred | None = None) -> Iterator[None]:
@@ -199,12 +188,7 @@ def meeting(gathers: StepGathers | None, action: Action, deferred: Deferred | No
         action: a forward, or a backward that computes input gradients.
         deferred: of a forward, takes the weight gradients that its backward puts off.
     """
-    if gathers is None:
-        yield
-        return
-    products = nullcontext if deferred is None else partial(DeferredProducts, deferred)
-    key, is_forward = (action.stage, action.microbatch), action.kind is Kind.F
-    with gathers.during(key, forward=is_forward, products=products):
+    with nullcontext() if gathers is None else gathers.during(action, deferred):
         yield
 
 

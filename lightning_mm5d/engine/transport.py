@@ -30,6 +30,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple
@@ -333,11 +334,8 @@ class Transport:
             thread.start()
         return inbox
 
-    def _work(self, body: Callable[[int, SimpleQueue[Any]], None], peer: int, inbox: SimpleQueue[Any]) -> None:
-        if self._device.type != "cuda":
-            body(peer, inbox)
-            return
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+    def _work(self, body: _Body, peer: int, inbox: SimpleQueue[Any]) -> None:
+        with torch.cuda.stream(torch.cuda.Stream(self._device)) if self._device.type == "cuda" else nullcontext():
             body(peer, inbox)
 
     def _mark(self) -> torch.cuda.Event | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -78,35 +79,31 @@ class Flat:
     Args:
         parameters: of one dtype, in one order on all ranks.
         side: the stream on which `pack` and `pack_apart` are called.
+
+    Attributes:
+        views: the gradients that `lay` or `pack` has placed.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], side: SideStream) -> None:
         self._parameters, self._side = parameters, side
         unit = max(_ALIGNED // gradient_dtype(parameters[0]).itemsize, 1)
-        self._starts = [0]
-        for parameter in parameters:
-            self._starts.append(self._starts[-1] + -(-parameter.numel() // unit) * unit)
+        self._starts = [*accumulate((-(-parameter.numel() // unit) * unit for parameter in parameters), initial=0)]
         # contiguous on all ranks, however a rank lays out a parameter
         self._strides = [torch.empty(parameter.shape, device="meta").stride() for parameter in parameters]
         self._memory: Tensor | None = None
-        self._views: list[Tensor] = []
-
-    @property
-    def views(self) -> list[Tensor]:
-        """The gradients that `lay` or `pack` has placed."""
-        return self._views
+        self.views: list[Tensor] = []
 
     def lay(self) -> None:
         """Give each parameter without a gradient its view, before a backward."""
-        if not self._views or all(parameter.grad is None for parameter in self._parameters):
+        if not self.views or all(parameter.grad is None for parameter in self._parameters):
             self._begin()
-        for parameter, view in zip(self._parameters, self._views, strict=True):
+        for parameter, view in zip(self._parameters, self.views, strict=True):
             if parameter.grad is None and view._version == 0:
                 parameter.grad = view
 
     def leave(self) -> None:
         """Take back the views that no backward has added to."""
-        for parameter, view in zip(self._parameters, self._views, strict=False):
+        for parameter, view in zip(self._parameters, self.views, strict=False):
             if parameter.grad is view and view._version == 0:
                 parameter.grad = None
 
@@ -114,22 +111,23 @@ class Flat:
         """Take the gradients out of their parameters; return all of them, and which of them were there."""
         self.leave()
         gradients = [parameter.grad for parameter in self._parameters]
-        if not self._views:
+        if not self.views:
             self._begin()
         assert self._memory is not None
         targets, sources = [], []
-        for index, (gradient, view) in enumerate(zip(gradients, self._views, strict=True)):
+        for index, (gradient, view) in enumerate(zip(gradients, self.views, strict=True)):
             start = self._memory.data_ptr() + self._starts[index] * self._memory.element_size()
             is_elsewhere = view.data_ptr() != start and view.numel() > 0  # after `p.grad.data = ...` of a hook
             if is_elsewhere:
-                view = self._views[index] = self._cut(self._memory, index)
+                view = self.views[index] = self._cut(self._memory, index)
             if gradient is None and (view._version or is_elsewhere):
                 view.zero_()  # somebody has dropped this gradient after a backward
             elif gradient is not None and gradient is not view:
                 targets.append(view)
                 sources.append(gradient)
                 self._side.reads(gradient)
-        _copy(targets, sources)
+        if targets:
+            torch._foreach_copy_(targets, sources)
         for parameter in self._parameters:
             parameter.grad = None
         return self._memory, [gradient is not None for gradient in gradients]
@@ -148,23 +146,23 @@ class Flat:
 
     def take(self) -> list[Tensor]:
         """Return the views; from now on only the caller holds them."""
-        views, self._views = self._views, []
+        views, self.views = self.views, []
         return views
 
     def release(self) -> None:
         """Let go of the memory, which lives as long as somebody holds a gradient in it."""
-        self._memory, self._views = None, []
+        self._memory, self.views = None, []
 
     def _begin(self) -> None:
         """Have memory that is zero and that nobody else holds, and views of it."""
-        self._views = []
+        self.views = []
         first = self._parameters[0]
         if self._memory is not None and self._memory.device == first.device and not _is_held(self._memory):
             self._memory.zero_()
         else:
             self._memory = None  # before there is another one
             self._memory = torch.zeros(self._starts[-1], dtype=gradient_dtype(first), device=first.device)
-        self._views = self._cut_all(self._memory)
+        self.views = self._cut_all(self._memory)
 
     def _cut_all(self, memory: Tensor) -> list[Tensor]:
         return [self._cut(memory, index) for index in range(len(self._parameters))]
@@ -179,11 +177,6 @@ def _is_held(memory: Tensor) -> bool:
     """Whether any tensor but `memory` has its storage."""
     storage = memory.untyped_storage()
     return bool(_holders(storage._cdata) > 2)  # the tensor and `storage`
-
-
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)
 
 
 class Piece(NamedTuple):

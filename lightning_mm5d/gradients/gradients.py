@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.random_state import seed_of
 from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
-from lightning_mm5d.gradients.buckets import Draw, Flat, Piece, SideStream
+from lightning_mm5d.gradients.buckets import Flat, Piece, SideStream
 from lightning_mm5d.gradients.reduction import BucketOrder, Presence, Reduction
 from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.issued import SumTiming, ordered_timing
-from lightning_mm5d.plan.plan import Plan, Traffic, traffic_of
-from lightning_mm5d.plan.sums import Rows, Summed, counted_of, sums_of
+from lightning_mm5d.plan.plan import Plan, traffic_of
+from lightning_mm5d.plan.sums import Rows, counted_of, sums_of
 from lightning_mm5d.sharded.collectives import waits_on_device
 from lightning_mm5d.sharded.remote_value import plain
 
@@ -145,28 +145,6 @@ def _hooks_of(parameter: nn.Parameter) -> list[dict[int, Any]]:
     return [hooks for kind in _KINDS if (hooks := private(parameter, kind))]
 
 
-class Placed(NamedTuple):
-    """Where the parameters of a rank are in the model.
-
-    Attributes:
-        numbers: of all parameters of the model by name, the same on all ranks.
-        everything: all parameters of the model, with those of other ranks.
-        stages: the parameters that each stage of this rank uses.
-        traffic: how gradients travel, by name.
-        draw: gives a seed for the random rounding of some gradients, the same on all ranks.
-        device: where this rank computes.
-        timing: when sums may leave.
-    """
-
-    numbers: Mapping[str, int]
-    everything: Sequence[nn.Parameter]
-    stages: Mapping[Hashable, Sequence[nn.Parameter]]
-    traffic: Mapping[str, Traffic]
-    draw: Draw
-    device: torch.device
-    timing: SumTiming
-
-
 class SumGroups(NamedTuple):
     """The groups over which gradients are summed.
 
@@ -194,14 +172,15 @@ class Gradients:
 
     Args:
         parameters: by name, each once, as they are on this rank.
-        placed: where they are.
-        sums: by name, what this rank sums with others, in one order on all ranks: one for all of a parameter, or any
-            number for different rows of it.
+        order: the buckets in which they are summed.
+        presence: what ranks agree on.
         groups: over which they are summed.
         counted: names of the parameters that this rank counts in a norm over all ranks, with their rows or None for
             the whole local tensor.
         shared: the parameters of which this rank owns rows.
-        bucket_bytes: how much one message carries.
+        stages: the parameters that each stage of this rank uses.
+        timing: when sums may leave.
+        device: where this rank computes.
 
     Attributes:
         parameters: of this rank.
@@ -211,43 +190,22 @@ class Gradients:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        placed: Placed,
-        sums: Mapping[str, Sequence[Summed]],
+        order: BucketOrder,
+        presence: Presence,
         groups: SumGroups,
         counted: Mapping[str, Rows | None],
         shared: SharedParameters,
-        bucket_bytes: int,
+        *,
+        stages: Mapping[Hashable, Sequence[nn.Parameter]],
+        timing: SumTiming,
+        device: torch.device,
     ) -> None:
-        self.parameters, self._device = tuple(parameters.values()), placed.device
-        self.shared = shared
+        self.parameters, self.shared, self._device = tuple(parameters.values()), shared, device
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._counted = {id(parameters[name]): rows for name, rows in counted.items()}
-        self._stages = placed.stages
-        pieces = [
-            (
-                summed.ranks,
-                Piece(parameter, summed.rows, summed.weight, placed.numbers[name], traffic=placed.traffic[name]),
-            )
-            for name, parameter in parameters.items()
-            for summed in sums.get(name, ())
-        ]
-        self._timing, count = placed.timing, len(placed.numbers)
-        self._presence = Presence(count, groups.host)
+        self._order, self._presence, self._stages, self._timing = order, presence, stages, timing
         self._has_sums, self._has_rows = bool(groups.by_ranks), groups.has_rows
         self._laid: list[Flat] = []
-        self._order = BucketOrder(
-            pieces,
-            placed.everything,
-            shared,
-            groups.by_ranks,
-            groups.across,
-            bucket_bytes,
-            count=count,
-            draw=placed.draw,
-            presence=self._presence,
-            late=frozenset(placed.numbers[name] for name in placed.timing.late),
-            side=SideStream(placed.device),
-        )
 
     def lay(self) -> None:
         """Give parameters without a gradient the memory in which backwards add to theirs."""
@@ -423,8 +381,27 @@ def make_gradients(
     stages = _stages_of(plan, rank, parameters)
     is_ordered = dist.is_initialized() and waits_on_device(device)
     timing = ordered_timing(plan) if is_ordered else SumTiming()
-    placed = Placed(numbers, everything or [*parameters.values()], stages, traffic, draw, device, timing)
-    return Gradients(parameters, placed, sums, groups, counted, shared, bucket_bytes)
+    presence = Presence(len(numbers), groups.host)
+    # one sum for all of a parameter, or any number for different rows of it, in one order on all ranks
+    pieces = [
+        (part.ranks, Piece(parameters[name], part.rows, part.weight, numbers[name], traffic=traffic[name]))
+        for name in summed
+        for part in sums[name]
+    ]
+    order = BucketOrder(
+        pieces,
+        everything or [*parameters.values()],
+        shared,
+        groups.by_ranks,
+        groups.across,
+        bucket_bytes,
+        count=len(numbers),
+        draw=draw,
+        presence=presence,
+        side=SideStream(device),
+        late=frozenset(numbers[name] for name in timing.late),
+    )
+    return Gradients(parameters, order, presence, groups, counted, shared, stages=stages, timing=timing, device=device)
 
 
 def _stages_of(plan: Plan, rank: int, parameters: Mapping[str, nn.Parameter]) -> dict[Hashable, Sequence[nn.Parameter]]:

@@ -102,10 +102,8 @@ class Presence:
         if self._group is None:
             return Present(frozenset(there), frozenset(again))
         flags = bytearray(2 * self._count)
-        for number in there:
+        for number in (*there, *(self._count + number for number in again)):
             flags[number] = 1
-        for number in again:
-            flags[self._count + number] = 1
         sums = torch.tensor(self._digest(bytes(flags)))
         dist.all_reduce(sums, group=self._group)
         key = tuple(sums.tolist())
@@ -230,13 +228,11 @@ class Reduction:
         self._ended.add(stage)
         others = {id(p) for key, of_stage in self._stages.items() if key not in self._ended for p in of_stage}
         final = [parameter for parameter in self._stages.get(stage, ()) if id(parameter) not in others]
-        wanted = final
-        if put_off is not None:
-            due = {id(parameter) for parameter in put_off}
-            wanted = [parameter for parameter in final if id(parameter) in due]
-            for parameter in final:
-                if id(parameter) not in due:
-                    self._note_final(id(parameter))
+        due = {id(parameter) for parameter in (final if put_off is None else put_off)}
+        wanted = [parameter for parameter in final if id(parameter) in due]
+        for parameter in final:
+            if id(parameter) not in due:
+                self._note_final(id(parameter))
         is_early, self._is_early = self._is_early, self._is_early and self._inside
         self._send_final()
         with self.watched(wanted, backwards):

@@ -6,5 +6,4 @@ from lightning_mm5d.stage.payload import Payload
 from lightning_mm5d.stage.remote import drop_parameters, is_placeholder
 from lightning_mm5d.stage.run import Run
 from lightning_mm5d.stage.runtime import Runtime
-from lightning_mm5d.stage.step_writes import SharedBuffers
 from lightning_mm5d.stage.view import GraphEndError, StageError, StageView, views

@@ -222,30 +222,12 @@ class DeferredProducts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        product = _product(func, args, kwargs) if torch.is_grad_enabled() else None
-        return func(*args, **kwargs) if product is None else _computed(product, self._due)
+        product = _product(func, args, kwargs, self._due) if torch.is_grad_enabled() else None
+        return func(*args, **kwargs) if product is None else product
 
 
-class _Product(NamedTuple):
-    """Rows times a part of a parameter.
-
-    Attributes:
-        rows: ``[..., in]``, or ``[experts, rows, in]`` of a batched product.
-        view: of the parameter: ``[in, out]`` or ``[experts, in, out]``.
-        bias: that is added.
-        parameter: that `view` is a view of.
-        offsets: where the rows of each expert end, of a product over groups of rows.
-    """
-
-    rows: Tensor
-    view: Tensor
-    bias: Tensor | None
-    parameter: nn.Parameter
-    offsets: Tensor | None = None
-
-
-def _product(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> _Product | None:
-    """Return what a function multiplies, where the gradient of its weight can be put off."""
+def _product(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], due: Deferred) -> Tensor | None:
+    """Return the product that a function computes, where `due` can take the gradient of its weight; else None."""
     bias, offsets = None, None
     if func is F.linear:
         if len(args) < 2 or kwargs.keys() - {"bias"}:
@@ -269,7 +251,7 @@ def _product(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> _
     dims = (2, 3) if offsets is not None else (3, 3) if view.dim() == 3 else (rows.dim(), 2)
     if (rows.dim(), view.dim()) != dims or rows.dim() < 2 or (dims == (3, 3) and len(rows) != len(view)):
         return None
-    return _Product(rows, view, bias, parameter, offsets)
+    return _computed(rows, view, bias, parameter, offsets, due)
 
 
 def _parameter_of(weight: Any) -> nn.Parameter | None:
@@ -284,8 +266,19 @@ def _parameter_of(weight: Any) -> nn.Parameter | None:
     return owner if owner.is_contiguous() and is_same and not overlaps and type(owner) is nn.Parameter else None
 
 
-def _computed(product: _Product, due: Deferred) -> Tensor:
-    rows, view, bias, parameter, offsets = product
+def _computed(
+    rows: Tensor, view: Tensor, bias: Tensor | None, parameter: nn.Parameter, offsets: Tensor | None, due: Deferred
+) -> Tensor:
+    """Return rows times a part of a parameter, plus a bias.
+
+    Args:
+        rows: ``[..., in]``, or ``[experts, rows, in]`` of a batched product.
+        view: of the parameter: ``[in, out]`` or ``[experts, in, out]``.
+        bias: that is added.
+        parameter: that `view` is a view of.
+        offsets: where the rows of each expert end, of a product over groups of rows.
+        due: takes the gradient of `view`.
+    """
     kind = rows.device.type
     if offsets is None and torch.is_autocast_enabled(kind):
         rows = rows.to(torch.get_autocast_dtype(kind))  # what is kept for the backward is as small as without

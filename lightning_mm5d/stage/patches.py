@@ -32,7 +32,7 @@ from lightning_mm5d.partition.compiled import IN_PLACE, compiled_parts, is_compi
 from lightning_mm5d.partition.parts import has_module, is_in
 from lightning_mm5d.sharded.collectives import dry_run
 from lightning_mm5d.sharded.remote_value import Origin, is_remote
-from lightning_mm5d.sharded.removable import Removable
+from lightning_mm5d.sharded.removable import Removable, meanwhile
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.deferred import Deferred, DeferredProducts, deferred_linear, defers, is_linear
@@ -71,13 +71,8 @@ def _padded(module: Any, src: Tensor, mask: Any = None, src_key_padding_mask: An
         return hidden.masked_fill(padding.unsqueeze(-1), 0.0)
 
     padding = src_key_padding_mask if src_key_padding_mask.dtype is torch.bool else src_key_padding_mask != 0
-    hook = module.layers[-1].register_forward_hook(clear)
-    module.use_nested_tensor = False
-    try:
+    with module.layers[-1].register_forward_hook(clear), meanwhile(module, use_nested_tensor=False):
         return call()
-    finally:
-        module.use_nested_tensor = True
-        hook.remove()
 
 
 def _would_nest(module: Any, src: Tensor, mask: Tensor | None, padding: Tensor | None) -> bool:
@@ -131,13 +126,20 @@ class Patches(Removable):
         if runtime.tensor is not None:
             runtime.tensor.linear, runtime.tensor.puts_off = self._linear, self._due
         held, compiled = frozenset().union(*runtime.stages.values()), list[str]()
-        linears = list[nn.Module]()
+
+        # one function for all, outside of compiled layers, which are bound to the functions that they call
+        @torch.compiler.disable
+        def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            # what is sharded would be gathered
+            if kwargs or not args or isinstance(args[0], Sharded) or (due := self._due(layer, *args)) is None:
+                return type(layer).forward(layer, *args, **kwargs)
+            return deferred_linear(layer, args[0], layer.bias, due)  # type: ignore[arg-type]
+
         for path, module in runtime.root.named_modules():
             if is_compiled(module):
                 compiled.append(path)
             if is_linear(module) and f"{path}.weight" in held and not any(is_in(path, outer) for outer in compiled):
-                linears.append(module)
-        self._patch_linears_of(linears)
+                self.put_forward(module, forward)
 
     def _patch_experts(self) -> None:
         held = frozenset().union(*self._runtime.stages.values())
@@ -249,17 +251,6 @@ class Patches(Removable):
         run = self._runtime.active
         return result if run is None or self._runtime.guard.is_dry else run.computed(path, result)
 
-    def _patch_linears_of(self, modules: list[nn.Module]) -> None:
-        # one function for all, outside of compiled layers, which are bound to the functions that they call
-        @torch.compiler.disable
-        def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-            if self._puts_off(layer, args, kwargs):
-                return self._linear(layer, args[0], layer.bias)  # type: ignore[arg-type]
-            return type(layer).forward(layer, *args, **kwargs)
-
-        for module in modules:
-            self.put_forward(module, forward)
-
     def _patch_experts_of(self, module: nn.Module) -> None:
         instance_forward = vars(module).get("forward")
 
@@ -271,12 +262,6 @@ class Patches(Removable):
                 return original(*args, **kwargs)
 
         self.put_forward(module, forward)
-
-    def _puts_off(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
-        run = self._runtime.active
-        if run is None or run.deferred is None or kwargs or isinstance(args[0], Sharded):  # it would be gathered
-            return False
-        return defers(layer, *args)
 
     def _linear(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         """Compute a linear layer; the active run may put its weight gradient off."""

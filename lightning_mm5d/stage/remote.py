@@ -94,14 +94,20 @@ def give_memory(parameters: Iterable[nn.Parameter]) -> None:
 
 
 @contextmanager
-def unhooked(module: nn.Module) -> Iterator[None]:
-    """Leave out the forward hooks in `module` that are not this package's: they keep what they see."""
+def _with_hooks(module: nn.Module, change: Callable[[Any], Any]) -> Iterator[None]:
+    """Put what `change` returns in place of each forward hook in `module` meanwhile; None leaves the hook out."""
     with ExitStack() as stack:
         for part in module.modules():
             if hooks := private(part, "_forward_hooks"):
-                ours = OrderedDict((key, hook) for key, hook in hooks.items() if _is_ours(hook))
-                stack.callback(put(part, "_forward_hooks", ours))
+                changed = {key: change(hook) for key, hook in hooks.items()}
+                shown = OrderedDict((key, hook) for key, hook in changed.items() if hook is not None)
+                stack.callback(put(part, "_forward_hooks", shown))
         yield
+
+
+def unhooked(module: nn.Module) -> AbstractContextManager[None]:
+    """Leave out the forward hooks in `module` that are not this package's: they keep what they see."""
+    return _with_hooks(module, lambda hook: hook if _is_ours(hook) else None)
 
 
 class UserHooks:
@@ -120,8 +126,7 @@ class UserHooks:
         return any(not _is_of(_FRAMEWORKS, hook) for hooks in self._hooks if hooks for hook in hooks.values())
 
 
-@contextmanager
-def shown_stand_ins(module: nn.Module) -> Iterator[None]:
+def shown_stand_ins(module: nn.Module) -> AbstractContextManager[None]:
     """Enter around a run of `module` on stand-ins: hooks in it that read a number for themselves go on without."""
 
     def lenient(hook: Callable) -> Callable:
@@ -132,12 +137,7 @@ def shown_stand_ins(module: nn.Module) -> Iterator[None]:
 
         return hook if _is_ours(hook) else call
 
-    with ExitStack() as stack:
-        for part in module.modules():
-            if hooks := private(part, "_forward_hooks"):
-                shown = OrderedDict((key, lenient(hook)) for key, hook in hooks.items())
-                stack.callback(put(part, "_forward_hooks", shown))
-        yield
+    return _with_hooks(module, lenient)
 
 
 def _is_ours(hook: Any) -> bool:
@@ -214,27 +214,35 @@ class ShapeMemory:
         device = next((parameter.device for parameter in module.parameters()), CPU)
         eager = torch.compiler.set_stance("force_eager")
         quiet = unhooked(module)
-        copied = copied_buffers(module)
+        copied = copied_buffers(buffers_in(module))
         memory = in_memory(module.parameters(), fill)
         with torch.no_grad(), memory, kept_random_state(device), copied, eager, quiet:
             return original(*args, **kwargs)
 
 
 @contextmanager
-def copied_buffers(module: nn.Module) -> Iterator[None]:
-    """Put copies in place of the buffers of `module` meanwhile.
+def copied_buffers(places: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Put copies in place of buffers, which are given by their modules and names, meanwhile.
 
     Values that are put back would change buffers for autograd, too, where this rank has computed with them.
     """
-    saved = [(part._buffers, dict(part._buffers)) for part in module.modules()]
-    copies = {id(buffer): buffer.clone() for buffer in module.buffers()}
-    for buffers, before in saved:
-        buffers.update((name, copies[id(buffer)]) for name, buffer in before.items() if buffer is not None)
+    saved = [(module._buffers, name, module._buffers[name]) for module, name in places]
+    copies: dict[int, Tensor] = {}
+    for buffers, name, buffer in saved:
+        if buffer is not None:
+            if id(buffer) not in copies:
+                copies[id(buffer)] = buffer.clone()
+            buffers[name] = copies[id(buffer)]
     try:
         yield
     finally:
-        for buffers, before in saved:
-            buffers.update(before)
+        for buffers, name, buffer in saved:
+            buffers[name] = buffer
+
+
+def buffers_in(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return all buffers in `module`, by their modules and names."""
+    return [(part, name) for part in module.modules() for name in part._buffers]
 
 
 def _of_ones(tensor: Tensor) -> Tensor:

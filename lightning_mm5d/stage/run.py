@@ -155,7 +155,7 @@ class Run:
         self._results: dict[str, Any] = {}
         self._known_skips, self._new_skips = runtime.skip_inputs.get(self._structure), set[tuple[str, int, Path]]()
         self.is_traced = self._known_skips is None and any(
-            cut.last < runtime.num_layers(modality) for modality, cut in stage.cuts.items()
+            cut.last < len(runtime.lists[modality]) for modality, cut in stage.cuts.items()
         )
         self._trace = runtime.trace(stage) if self.is_traced else None
         self._counts = runtime.passes.get(self._structure)  # None in the run that finds them
@@ -202,8 +202,7 @@ class Run:
                 if isinstance(error, _OF_A_DEVICE) or (self._tail is None and not self._may_end_by(error)):
                     raise
             finally:
-                if self._tail is not None:
-                    self._tail.undo()
+                self.give_up()
         if self._counts is None and not self.stage.is_last:
             self._runtime.passes[self._structure] = self._pass_counts()
         check_used(self.stage, self._runtime, self._boundaries_in, self._consumed, self._calls_in, self._entered)
@@ -230,7 +229,7 @@ class Run:
 
     def _pass_counts(self) -> Counter[str]:
         """How often boundaries of each modality were called here to the end, and its layers were passed."""
-        counts = Counter(self._runtime.modality_of(name) for name, *_ in self._boundaries_out)
+        counts = Counter(self._runtime.modality_of[name] for name, *_ in self._boundaries_out)
         for modality, calls in self._calls_out.items():
             counts[modality] = max(counts[modality], len(calls))
         return counts
@@ -297,7 +296,7 @@ class Run:
 
     def passes_back(self, modality: str) -> bool:
         """Whether a gradient goes back into what this run computed of an encoder."""
-        results = [result for name, result, _ in self._boundaries_out if self._runtime.modality_of(name) == modality]
+        results = [result for name, result, _ in self._boundaries_out if self._runtime.modality_of[name] == modality]
         return any(tensor.requires_grad for _, tensor in tensors_in(results))
 
     def boundary(self, name: str, modality: str, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -329,7 +328,7 @@ class Run:
         result = self._called(name, modality, original, args, kwargs)
         if cut is not None and self._runtime.partition.encoders[modality].runs_after:
             result = unsharded(self._runtime.read_fields(name, result))
-        if cut is not None and cut.index == self._runtime.last_stage(modality):
+        if cut is not None and cut.index == len(self._runtime.partition.stages[modality]) - 1:
             self._boundaries_out.append((name, result, outside))
             return self._taps.result(call, copies(result), computed=True)
         if cut is not None and self._trace is not None:
@@ -346,7 +345,7 @@ class Run:
             # what is compiled expects no stand-ins
             eager = nullcontext() if here else torch.compiler.set_stance("force_eager")
             is_whole = here and not self._runtime.has_parts(modality)
-            with eager, self.writes.noted(name, self._runtime.path_of(name), is_whole=is_whole):
+            with eager, self.writes.noted(name, self._runtime.path_of[name], is_whole=is_whole):
                 return original(*args, **kwargs)
         except Exception:
             self._fails_inside = here
@@ -510,7 +509,7 @@ class Run:
 
     def _is_over(self, modality: str, layer: int) -> bool:
         if self._known_skips is None:
-            return layer == self._runtime.num_layers(modality) - 1
+            return layer == len(self._runtime.lists[modality]) - 1
         later = any(other > layer for name, other, _ in self._known_skips if name == modality)
         return self._taps.is_complete and not later
 
@@ -528,7 +527,7 @@ class Run:
             # other modalities may be sharded over other ranks
             [name, packer.describe(unsharded(self._runtime.read_fields(name, result)))]
             for name, result, outside in self._boundaries_out
-            if self._runtime.modality_of(name) in modalities and outside.isdisjoint(modalities)
+            if self._runtime.modality_of[name] in modalities and outside.isdisjoint(modalities)
         ]
         calls = [
             [

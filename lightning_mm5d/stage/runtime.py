@@ -24,7 +24,7 @@ from lightning_mm5d.stage.payload import sendable
 from lightning_mm5d.stage.remote import UserHooks
 from lightning_mm5d.stage.taps import Tap, Trace, tap_points, watched_modules
 from lightning_mm5d.stage.view import StageError, StageView, StandIn
-from lightning_mm5d.stage.written import SetAside, Written
+from lightning_mm5d.stage.written import StaleAttributes, Written
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 
 SkipInput = tuple[str, int, tuple[str | int, ...]]  # modality, layer, path in (args, kwargs)
@@ -41,7 +41,7 @@ class ActiveRun(Protocol):
     draws: StepDraws | None
 
     @property
-    def writes(self) -> SetAside:
+    def writes(self) -> StaleAttributes:
         """What it has put on modules that it must not read."""
 
     def boundary(self, name: str, modality: str, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -100,6 +100,8 @@ class Runtime:
         lists: the layers of each modality, or the parts that stand for them.
         wanted: for each boundary, the fields of its result that callers read; None for all.
         user_hooks: those inside of each encoder.
+        modality_of: the modality that each boundary belongs to.
+        path_of: the path of the module that each boundary belongs to.
         handed: gets ids of the tensors that a training step gives to boundaries which other ranks compute; None unless
             somebody asks.
     """
@@ -135,10 +137,10 @@ class Runtime:
         self.groups = [*self._sharing.values(), *(group for cp in self._context.values() for group in cp.groups)]
         if tensor is not None:
             self.groups += [*tensor.groups.values(), *tensor.lines]
-        self._modality_of = {
+        self.modality_of = {
             cut.name: name for name, encoder in partition.encoders.items() for cut in encoder.boundaries
         }
-        self._path_of = {cut.name: cut.path for encoder in partition.encoders.values() for cut in encoder.boundaries}
+        self.path_of = {cut.name: cut.path for encoder in partition.encoders.values() for cut in encoder.boundaries}
         self.wanted: dict[str, frozenset[str] | None] = {}
         self.user_hooks: dict[str, UserHooks] = {}
         self.handed: set[int] | None = None
@@ -174,14 +176,6 @@ class Runtime:
                 taps.setdefault(id(parameter), ("parameter", name, -1, 0, None))
         return Trace(taps, {id(parameters[name]) for name in points.later})
 
-    def num_layers(self, modality: str) -> int:
-        """Return the length of a modality's list of layers."""
-        return len(self.lists[modality])
-
-    def last_stage(self, modality: str) -> int:
-        """Return the number of a modality's last stage."""
-        return len(self.partition.stages[modality]) - 1
-
     def has_parts(self, modality: str) -> bool:
         """Whether this rank has a part of each sequence of a modality."""
         return modality in self._context
@@ -203,14 +197,6 @@ class Runtime:
         for shared in self._context.values():
             stack.enter_context(shared.replaying())
         return stack
-
-    def path_of(self, boundary: str) -> str:
-        """Return the path of the module that a boundary belongs to."""
-        return self._path_of[boundary]
-
-    def modality_of(self, boundary: str) -> str:
-        """Return the modality that a boundary belongs to."""
-        return self._modality_of[boundary]
 
     def read_fields(self, boundary: str, result: Any) -> Any:
         """Return `result` of a boundary without the fields that no caller reads, and without what cannot be sent."""
@@ -245,7 +231,7 @@ def check_used(
         StageError: something was left.
     """
     for name, results in boundaries.items():
-        used, modality = consumed.get(name, 0), runtime.modality_of(name)
+        used, modality = consumed.get(name, 0), runtime.modality_of[name]
         if modality in stage.must_use and used < len(results):
             raise StageError(
                 f"{len(results)} results of {name} arrived in stage {stage.name}, and the step used {used} of "

@@ -9,18 +9,12 @@ Not seen are writes that a structure's first call does not make, and objects tha
 
 In a stage that is not the last, the first step of each structure goes on after its layers only to look for what later
 stages need: what it writes there is put back (`Tail`).
-
-Buffers that every stage's run of the user's step would write, on a rank that runs several stages.
-
-A counter in the step would count once for each stage there. So all stages of the rank but one write to copies, which
-are thrown away. The last one writes to the buffers, because it runs most of the step; to those of layers, the stage
-that has these.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -30,7 +24,7 @@ from torch import Tensor, nn
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.stage.payload import Packer, copies, rebuild, unsharded
-from lightning_mm5d.stage.remote import copied_buffers
+from lightning_mm5d.stage.remote import buffers_in, copied_buffers
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.stage.written import StaleAttributes, Written, attributes, written
 
@@ -38,34 +32,7 @@ Row = tuple[Written, list[Tensor | None]]
 """An attribute, and what each call wrote there in this run: None where it stays with its rank."""
 
 
-class SharedBuffers:
-    """The buffers of a module that stages write beside each other.
-
-    Args:
-        root: the LightningModule.
-        names: of these buffers.
-    """
-
-    def __init__(self, root: nn.Module, names: Collection[str]) -> None:
-        self._places = [(root.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
-
-    @contextmanager
-    def spared(self) -> Iterator[None]:
-        """Put copies in place of the buffers meanwhile."""
-        saved = [(module._buffers, name, module._buffers[name]) for module, name in self._places]
-        copies: dict[int, Tensor] = {}
-        for buffers, name, buffer in saved:
-            if buffer is not None:
-                copy = copies.get(id(buffer))
-                buffers[name] = copies[id(buffer)] = buffer.clone() if copy is None else copy
-        try:
-            yield
-        finally:
-            for buffers, name, buffer in saved:
-                buffers[name] = buffer
-
-
-class StepWrites:
+class StepWrites(StaleAttributes):
     """The attributes that calls of one run write.
 
     Args:
@@ -74,8 +41,8 @@ class StepWrites:
     """
 
     def __init__(self, runtime: Runtime, structure: Any) -> None:
+        super().__init__(runtime.root, runtime.guard)
         self._runtime, self._structure = runtime, structure
-        self._stale = StaleAttributes(runtime.root, runtime.guard)
         self._received: dict[str, list[Row]] = {}
         self._own_rows: dict[str, list[Row]] = {}
         self._skipped: Counter[str] = Counter()
@@ -118,19 +85,7 @@ class StepWrites:
         self._skipped[call] += 1
         for attribute, values in self._received.get(call, ()):
             value = values[number] if number < len(values) else None
-            self._stale.mark(attribute, None if value is None else copies(value))
-
-    def lay_aside(self) -> None:
-        """Put it back while another microbatch is computed, until `take_up`."""
-        self._stale.lay_aside()
-
-    def take_up(self) -> None:
-        """Undo `lay_aside`."""
-        self._stale.take_up()
-
-    def restore(self) -> None:
-        """Put back what was there before `skipped`."""
-        self._stale.restore()
+            self.mark(attribute, None if value is None else copies(value))
 
     def described(self, packer: Packer, boundaries: Iterable[str], layers_of: str | None) -> list[Any]:
         """Return what is sent to a later stage.
@@ -142,7 +97,7 @@ class StepWrites:
         """
         rows = {} if layers_of is None else dict(self._received)  # the end of the step may be further on
         for name in boundaries:
-            rows[name] = [*self._of(name), *self._in_layers(self._runtime.modality_of(name))]
+            rows[name] = [*self._of(name), *self._in_layers(self._runtime.modality_of[name])]
         rows |= {path: self._of(path) for path in self._paths(layers_of)}
         return [
             [call, [[*attribute, [packer.describe(value) for value in values]] for attribute, values in call_rows]]
@@ -190,7 +145,7 @@ class Tail:
     def __init__(self, root: nn.Module) -> None:
         self._root, self._attributes = root, dict(vars(root))
         self._buffers = ExitStack()
-        self._buffers.enter_context(copied_buffers(root))
+        self._buffers.enter_context(copied_buffers(buffers_in(root)))
 
     def undo(self) -> None:
         """Put all back."""

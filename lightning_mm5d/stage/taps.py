@@ -301,9 +301,7 @@ class Taps:
             value: what it gave here.
             computed: whether this stage computes it, or knows certain entries of it.
         """
-        arrived = self._received.get(call, {})
-        for entry, entry_value in arrived.items():
-            value = put(value, () if entry is None else (entry,), copies(entry_value))
+        arrived, value = self._received.get(call, {}), self.again(call, value)
         if self._trace is None and call not in self._wanted:
             return value
         for entry, entry_value in _entries(value):

@@ -10,7 +10,7 @@ Buffers and parameters are not meant: gradients and the sharing of buffers see t
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,16 +46,6 @@ def written(before: Attributes, after: Attributes) -> list[Written]:
         for (path, name), state in sorted(after.items(), key=lambda item: item[0])
         if not _equal(before.get((path, name), _MISSING), state)
     ]
-
-
-class SetAside(Protocol):
-    """Attributes that stay in place only while their microbatch is computed."""
-
-    def lay_aside(self) -> None:
-        """Put back what was there while another microbatch is computed."""
-
-    def take_up(self) -> None:
-        """Undo `lay_aside`."""
 
 
 class StaleAttributes:

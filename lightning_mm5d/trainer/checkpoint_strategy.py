@@ -51,10 +51,8 @@ def _on_parts(method: Callable[..., T]) -> Callable[..., T]:
 
     @wraps(method)
     def called(self: CheckpointStrategy, *args: Any, **kwargs: Any) -> T:
-        session = self._session
-        if session is None:
-            return method(self, *args, **kwargs)
-        with session.guard.suspended(f"strategy.{method.__name__}()"):
+        session, use = self._session, f"strategy.{method.__name__}()"
+        with nullcontext() if session is None else session.guard.suspended(use):
             return method(self, *args, **kwargs)
 
     return called
@@ -137,14 +135,8 @@ class CheckpointStrategy(ProcessStrategy, ABC):
     def _note_position(self, checkpoint: dict[str, Any]) -> None:
         """Add what exact resuming needs; collective."""
         if self._fit_plan is not None and "optimizer_states" in checkpoint:
-            self._resume.collect(
-                self._module("save_checkpoint").trainer,
-                checkpoint,
-                seed=self._seed,
-                layout=self._layout_of_states(),
-                device=self.root_device,
-                wire=self._wire,
-            )
+            trainer, layout = self._module("save_checkpoint").trainer, self._layout_of_states()
+            self._resume.collect(trainer, checkpoint, seed=self._seed, layout=layout, device=self.root_device)
 
     @override
     @_on_parts
@@ -153,7 +145,7 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         if self._session is None and self._failed and is_partial(module):
             raise lost_weights()
         if self._session is not None:
-            self._session.leave_step()
+            self._session.shared.leave_step()
         elif not self._failed:
             self._meet_after_run()
         if (in_shards := self._checkpoints.in_shards) is not None:
@@ -204,7 +196,7 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         return {name: clones.get(id(value), value) for name, value in state.items()}
 
     def _exact(self) -> AbstractContextManager[frozenset[int]]:
-        return nullcontext(frozenset()) if self._session is None else self._session.exact()
+        return nullcontext(frozenset()) if self._session is None else self._session.shared.exact()
 
     def _shards_plan(self) -> Plan | None:
         """Return the plan whose shards the module has on this rank; None where it is whole."""
@@ -362,7 +354,6 @@ class CheckpointStrategy(ProcessStrategy, ABC):
             trainer,
             layout=self._layout_of_states(),
             device=self.root_device,
-            wire=message_device(self.root_device),
             replica=replica.replicas_of_rank(self.global_rank)[0],
             rank=self.global_rank,
         )

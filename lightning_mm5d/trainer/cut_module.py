@@ -26,6 +26,7 @@ from lightning_mm5d.sharded.torch_internals import writes_counted
 from lightning_mm5d.stage import Patches, Runtime, StageView, TorchEncoders, drop_parameters, views
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 from lightning_mm5d.trainer.feature import Feature
+from lightning_mm5d.trainer.kept_shards import refuse_state
 
 
 class CutModule(Removable):
@@ -71,7 +72,9 @@ class CutModule(Removable):
         self._tensor: TensorParallel | None = None
         if groups.tensor:
             sharded = [name for name, group in plan.division.groups.items() if group in groups.tensor]
-            self._guard_shards(guard, [name for name in sharded if name in held and name in plan.division.shards])
+            for name in sharded:
+                if name in held and name in plan.division.shards:
+                    self.changes.callback(refuse_state(module.get_submodule(name.rpartition(".")[0]), name, guard))
             self._tensor = TensorParallel(
                 module,
                 plan.division,
@@ -154,18 +157,6 @@ class CutModule(Removable):
             for name, cut in view.cuts.items():
                 paths.setdefault(name, []).extend(parts[name].paths[cut.first : cut.last])
         return paths
-
-    def _guard_shards(self, guard: Guard, names: list[str]) -> None:
-        """Refuse state dicts of modules with sharded parameters: they would hold the shards of this rank alone."""
-        for name in names:
-
-            def refuse(_: torch.nn.Module, prefix: str, keep_vars: bool, name: str = name) -> None:
-                # checkpoints are collected of the parameters themselves
-                if not keep_vars and not guard.shows_full:
-                    raise guard.error(name, "state_dict()")
-
-            owner = self._module.get_submodule(name.rpartition(".")[0])
-            self.changes.callback(owner.register_state_dict_pre_hook(refuse).remove)
 
     def _share_sequences(self, name: str, held: frozenset[str]) -> ContextParallel:
         """Share the sequences of a modality's layers over context parallel ranks; `held` are this rank's parameters."""

@@ -190,11 +190,3 @@ def made_features(fields: Mapping[str, Any]) -> tuple[Feature, ...]:
     Each package has a module ``feature`` with ``FEATURE``, its subclass of `Feature`.
     """
     return tuple(module.FEATURE(fields) for module in parts("feature"))
-
-
-def tell_of_loader(
-    features: Sequence[Feature], dataloader: Any, trainer: pl.Trainer, agreement: Agreement | None
-) -> None:
-    """Tell all features of a dataloader, as `Feature.loading` says."""
-    for feature in features:
-        feature.loading(dataloader, trainer, agreement)

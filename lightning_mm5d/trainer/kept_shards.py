@@ -7,7 +7,7 @@ layout, another process, and any use of the module without a trainer.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,13 +59,20 @@ class KeptShards(Removable):
             def refuse_call(_: nn.Module, args: Any, name: str = name) -> None:
                 raise where.error(name, "A call without a trainer")
 
-            def refuse_state(_: nn.Module, prefix: str, keep_vars: bool, name: str = name) -> None:
-                if not keep_vars:
-                    raise where.error(name, "state_dict()")
-
             owner = module.get_submodule(name.rpartition(".")[0])
             self.changes.callback(owner.register_forward_pre_hook(refuse_call).remove)
-            self.changes.callback(owner.register_state_dict_pre_hook(refuse_state).remove)
+            self.changes.callback(refuse_state(owner, name, where))
+
+
+def refuse_state(owner: nn.Module, name: str, guard: Guard) -> Callable[[], None]:
+    """Refuse state dicts of `owner`, which would hold this rank's shard of the tensor `name`; return what ends it."""
+
+    def refuse(_: nn.Module, prefix: str, keep_vars: bool) -> None:
+        # checkpoints are collected of the parameters themselves
+        if not keep_vars and not guard.shows_full:
+            raise guard.error(name, "state_dict()")
+
+    return owner.register_state_dict_pre_hook(refuse).remove
 
 
 def keep_shards(module: nn.Module, plan: Plan) -> None:

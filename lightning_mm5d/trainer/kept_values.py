@@ -23,7 +23,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from itertools import pairwise
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,7 +39,7 @@ from lightning_mm5d.data.joining import BatchNumber, Sizes, merge
 from lightning_mm5d.data.random_state import generator_states, is_iterator, put_generators_back
 from lightning_mm5d.sharded.remote_value import RemoteValue, is_remote, make_plain
 from lightning_mm5d.sharded.tensor import Sharded
-from lightning_mm5d.stage.payload import NotSent, Packer, detached, unsharded
+from lightning_mm5d.stage.payload import NotSent, detached, sendable, unsharded
 
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 _LEFT_ALONE = frozenset(
@@ -69,7 +69,7 @@ class KeptValues:
     """
 
     def __init__(self, module: pl.LightningModule, apart: Collection[str] = ()) -> None:
-        self._module, self._apart = module, apart
+        self._apart = apart
         self._before = attributes_of(module)
 
     def restore(self) -> None:
@@ -93,22 +93,13 @@ class KeptValues:
 
         Collective over ranks that share the layers of the last stage, where values are sharded over them.
         """
-        changed = self._before.changes("self")
-        return changed or []
+        return self._before.changes("self") or []
 
     def adopt(self, changes: list[Any]) -> None:
         """Put everything back, and make `changes`."""
         self._before.restore()
         if changes:
             self._before.apply(changes)
-
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Enter around a run of a step of which nothing is kept."""
-        try:
-            yield
-        finally:
-            self.restore()
 
 
 class KeptState:
@@ -305,11 +296,8 @@ class _Row:
 
     def added(self) -> list[list[Any]]:
         """What each microbatch has appended."""
-        added, before = list[list[Any]](), self.values
-        for mark in self.marks:
-            added.append(mark[len(before) - _dropped(before, mark) :])
-            before = mark
-        return added
+        pairs = pairwise([self.values, *self.marks])
+        return [mark[len(before) - _dropped(before, mark) :] for before, mark in pairs]
 
     def join(self, samples: Sizes) -> None:
         """Make one element of each that was appended for all microbatches."""
@@ -409,12 +397,7 @@ _Part = _Object | _Row | _Whole
 
 
 def _look_into(items: Any, depth: int) -> dict[Any, _Part]:
-    parts: dict[Any, _Part] = {}
-    for name, value in items:
-        part = _part(value, depth + 1)
-        if part is not None:
-            parts[name] = part
-    return parts
+    return {name: part for name, value in items if (part := _part(value, depth + 1)) is not None}
 
 
 def _part(value: Any, depth: int) -> _Part | None:
@@ -548,9 +531,5 @@ def _encoded(value: Any, where: str) -> Any:
 
 
 def _sendable(value: Any, where: str) -> Any:
-    try:
-        Packer().describe(value)
-        sent = "<locals>" not in type(value).__qualname__
-    except ValueError:
-        sent = False
-    return value if sent else NotSent(f"{where}, of type {type(value).__name__},")
+    is_local = "<locals>" in type(value).__qualname__
+    return NotSent(f"{where}, of type {type(value).__name__},") if is_local else sendable(where, value)

@@ -231,7 +231,6 @@ class ProcessLauncher(_MultiProcessingLauncher):
         _choose_port(strategy.cluster_environment)
         with Reports(self) as reports:
             guarded = partial(_run, strategy, function, trainer, reports.writer)
-            reports.listen()
             try:
                 return super().launch(guarded, *args, trainer=trainer, **kwargs)
             except KeyboardInterrupt:
@@ -255,11 +254,9 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
-        module = trainer.lightning_module
-        if not has_kept_shards(module):
-            return super()._collect_rank_zero_results(trainer, results)
         with ExitStack() as stack:
-            stack.callback(put(module, "state_dict", dict))  # nothing of the weights goes back
+            if has_kept_shards(trainer.lightning_module):  # nothing of the weights goes back
+                stack.callback(put(trainer.lightning_module, "state_dict", dict))
             return super()._collect_rank_zero_results(trainer, results)
 
     @override
@@ -298,18 +295,14 @@ class Reports:
         self._thread = threading.Thread(target=self._listen, name="mm5d-reports", daemon=True)
 
     def __enter__(self) -> Reports:
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._thread.join()
         self._reader.close()
         self.writer.close()
-
-    def listen(self) -> None:
-        """Begin to end stopped ranks after a report."""
-        self._thread.start()
 
     def end_ranks(self) -> None:
         """Wait for ranks that end by an interrupt as this process does; kill those that it has not come to."""

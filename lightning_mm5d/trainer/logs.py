@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from numbers import Number
@@ -47,7 +47,7 @@ from torchmetrics import Metric
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.remote_value import settled
-from lightning_mm5d.sharded.removable import put
+from lightning_mm5d.sharded.removable import meanwhile, put
 from lightning_mm5d.trainer.metrics import JoinedMetrics, Key, check_torchmetrics, set_step_value, step_value
 
 _REDUCTIONS: dict[Any, str] = {
@@ -188,23 +188,18 @@ class LogCapture:
         """Return the calls of each microbatch that log a number, and not what metrics count, by options and turn."""
         plain_calls: dict[int, dict[tuple[LogOptions, int], LogCall]] = {}
         for index, calls in self._calls.items():
-            seen: Counter[LogOptions] = Counter()
-            plain_calls[index] = {}
-            for call in calls:
-                if call.options.metric_attribute is None and call.key not in self.joined.values:
-                    plain_calls[index][call.options, seen[call.options]] = call
-                seen[call.options] += 1
+            plain_calls[index] = {
+                place: call
+                for place, call in _by_turn(calls)
+                if call.options.metric_attribute is None and call.key not in self.joined.values
+            }
         return plain_calls
 
     @contextmanager
     def discarded(self) -> Iterator[None]:
         """Drop what is recorded inside the block."""
-        calls = dict(self._calls)
-        try:
-            with self.joined.left_out():
-                yield
-        finally:
-            self._calls = calls
+        with meanwhile(self, _calls=dict(self._calls)), self.joined.left_out():
+            yield
 
     def merge(self) -> list[MergedLog]:
         """The records merged over microbatches, in the order of first appearance; no communication.
@@ -213,10 +208,8 @@ class LogCapture:
         """
         groups: dict[tuple[LogOptions, int], list[LogCall]] = defaultdict(list)
         for index in sorted(self._calls):
-            seen: Counter[LogOptions] = Counter()
-            for call in self._calls[index]:
-                groups[call.options, seen[call.options]].append(call)
-                seen[call.options] += 1
+            for place, call in _by_turn(self._calls[index]):
+                groups[place].append(call)
         merged = []
         for (options, _), calls in groups.items():
             log, whole = _merge_calls(options, calls), self.joined.values.get(calls[0].key)
@@ -281,10 +274,8 @@ class LogCapture:
             call = f"self.logger.log_metrics({name!r})"
             stored, _ = _as_tensor(settled(value, call), call)
             options = LogOptions(name=name, logger_index=logger, logger_call=self._direct, logger_step=step)
-            is_computed = isinstance(value, Tensor)
-            recorded = LogCall(
-                options=options, value=stored, dtype=torch.float64, weight=self._weight, is_computed=is_computed
-            )
+            computed, weight = isinstance(value, Tensor), self._weight
+            recorded = LogCall(options=options, value=stored, dtype=torch.float64, weight=weight, is_computed=computed)
             self._calls[self._microbatch].append(recorded)
         self._direct += 1
 
@@ -303,6 +294,14 @@ class LogCapture:
             fix = "Make it an attribute of the LightningModule (a list of metrics: torch.nn.ModuleList)"
             raise ConfigError(call, metric, rule, fix)
         return path
+
+
+def _by_turn(calls: Sequence[LogCall]) -> Iterator[tuple[tuple[LogOptions, int], LogCall]]:
+    """Yield calls of one microbatch, with their options and how many calls of these came before."""
+    seen: Counter[LogOptions] = Counter()
+    for call in calls:
+        yield (call.options, seen[call.options]), call
+        seen[call.options] += 1
 
 
 class _Earlier(dict[str, Any]):
@@ -340,15 +339,10 @@ for _name in _READS:
     setattr(_Earlier, _name, _checked(_name))
 
 
-@contextmanager
-def read_by(name: str, read: Callable[[Any], Any]) -> Iterator[None]:
+def read_by(name: str, read: Callable[[Any], Any]) -> AbstractContextManager[None]:
     """Let `read` say what users see of a property of trainers."""
     original = getattr(Trainer, name)
-    setattr(Trainer, name, property(lambda trainer: read(original.__get__(trainer))))
-    try:
-        yield
-    finally:
-        setattr(Trainer, name, original)
+    return meanwhile(Trainer, **{name: property(lambda trainer: read(original.__get__(trainer)))})
 
 
 def replay(module: LightningModule, merged: Sequence[MergedLog]) -> None:

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -57,6 +57,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import broadcast_tree
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import Guard, Origin, remote_value
+from lightning_mm5d.sharded.removable import Removable, meanwhile
 from lightning_mm5d.trainer.kept_values import LONG
 
 _COUNTERS = ("_update_count", "_forward_cache", "_computed")
@@ -113,21 +114,6 @@ def set_step_value(metric: Metric, value: Any) -> None:
     metric._forward_cache = value
 
 
-def sync_on_compute(metric: Metric) -> None:
-    """Let the metric sync when it computes, whatever it was made with."""
-    metric.sync_on_compute = metric._to_sync = True
-
-
-def drop_result(metric: Metric) -> None:
-    """Forget a computed result that was kept."""
-    metric._computed = None
-
-
-def count_as_updated(metric: Metric) -> None:
-    """Let a metric that was never updated here compute without a warning."""
-    metric._update_count = max(metric._update_count, 1)
-
-
 class MetricStates(NamedTuple):
     """The states of a metric while it is used for something that must not count."""
 
@@ -169,26 +155,6 @@ def _others(metric: Metric) -> dict[str, Any]:
 def _with_inner(metric: Metric) -> list[MetricStates]:
     """Copies of the states of a metric and of those that it wraps."""
     return [MetricStates.copied(part) for part in metric.modules() if isinstance(part, Metric)]
-
-
-def is_synced(metric: Metric) -> bool:
-    """Return whether the metric holds the states of all ranks."""
-    return bool(metric._is_synced)
-
-
-def begin_sync(metric: Metric) -> None:
-    """Keep the metric's own states, which `Metric.unsync` puts back."""
-    metric._cache = metric._copy_state_dict()
-
-
-def gather_states(metric: Metric, gather: Callable[..., list[Tensor]], group: Any) -> None:
-    """Replace the metric's states by those of all ranks of `group`, with its own reductions; collective."""
-    metric._sync_dist(gather, process_group=group)
-
-
-def end_sync(metric: Metric) -> None:
-    """Note that the metric holds the states of all ranks."""
-    metric._is_synced = True
 
 
 MOST_BYTES = 256 << 20
@@ -235,11 +201,8 @@ class JoinedMetrics:
             return original(*args, **kwargs)
         if id(metric) not in self._calls:
             self._calls[id(metric)] = _Calls(metric, _with_inner(metric))
-        self._is_inside = True
-        try:
+        with self.left_out():
             value = original(*args, **kwargs)
-        finally:
-            self._is_inside = False
         calls = self._calls[id(metric)]
         calls.nbytes += sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         if calls.nbytes > MOST_BYTES:
@@ -249,14 +212,9 @@ class JoinedMetrics:
             calls.by_microbatch.setdefault(index, []).append(call)
         return value
 
-    @contextmanager
-    def left_out(self) -> Iterator[None]:
+    def left_out(self) -> AbstractContextManager[None]:
         """Enter around calls that do not count."""
-        before, self._is_inside = self._is_inside, True
-        try:
-            yield
-        finally:
-            self._is_inside = before
+        return meanwhile(self, _is_inside=True)
 
     def reset(self, metric: Metric) -> None:
         """The step resets `metric`."""
@@ -317,7 +275,7 @@ def _cat(parts: Sequence[Any]) -> Tensor | None:
     return torch.cat([*parts]) if len({(part.shape[1:], part.dtype) for part in parts}) == 1 else None
 
 
-class MetricSync:
+class MetricSync(Removable):
     """How metric states travel between the ranks of one run.
 
     Args:
@@ -347,7 +305,6 @@ class MetricSync:
         self._metrics: list[Metric] = []
         self._trackers: list[MetricTracker] = []
         self._owners: Sequence[object] = ()
-        self._undo: list[tuple[Metric, dict[str, Any]]] = []
         self._guard, self._thrown_away = guard, set[int]()  # ids of the metrics in a forward that changes nothing
         self._is_local = self._meets = False
         self._joined: JoinedMetrics | None = None
@@ -377,22 +334,18 @@ class MetricSync:
                     " it is computed over all replicas on every rank.",
                     stacklevel=2,
                 )
-                sync_on_compute(metric)
+                metric.sync_on_compute = metric._to_sync = True
             if metric.dist_sync_on_step:
                 warnings.warn(
                     f"{name}(dist_sync_on_step=True): with several microbatches nothing can be synced inside a step, so"
                     " its step value covers this replica only.",
                     stacklevel=2,
                 )
-            methods = {"sync": partial(self._sync, metric)}
+            self.put_attribute(metric, "sync", partial(self._sync, metric))
             if self._guard is not None:
-                methods |= {
-                    "forward": partial(self._forward, metric),
-                    "update": partial(self._update, metric, metric.update),
-                    "reset": partial(self._reset, metric),
-                }
-            self._undo.append((metric, {name: vars(metric)[name] for name in methods if name in vars(metric)}))
-            vars(metric).update(methods)
+                self.put_attribute(metric, "forward", partial(self._forward, metric))
+                self.put_attribute(metric, "update", partial(self._update, metric, metric.update))
+                self.put_attribute(metric, "reset", partial(self._reset, metric))
             self._metrics.append(metric)
 
     def attach_new(self, owners: Sequence[object] = ()) -> None:
@@ -416,11 +369,7 @@ class MetricSync:
 
     def detach(self) -> None:
         """Give the attached metrics their stock sync back (a process group cannot be pickled)."""
-        for metric, earlier in self._undo:
-            for name in ("sync", "forward", "update", "reset"):
-                vars(metric).pop(name, None)
-            vars(metric).update(earlier)
-        self._undo.clear()
+        self.remove()
         self._metrics.clear()
         self._trackers.clear()
         self._owners = ()
@@ -480,9 +429,9 @@ class MetricSync:
         finally:
             self._is_local, self._joined = False, None
             for metric in self._metrics:
-                drop_result(metric)
+                metric._computed = None
                 if not self._is_last:
-                    count_as_updated(metric)
+                    metric._update_count = max(metric._update_count, 1)
 
     @contextmanager
     def discarded(self) -> Iterator[None]:
@@ -501,7 +450,7 @@ class MetricSync:
         """Let all metrics start afresh, within `discarded`."""
         for metric in self._metrics:
             MetricStates.take(metric)
-            drop_result(metric)
+            metric._computed = None
 
     def copied_states(self) -> list[MetricStates]:
         """Return copies of the metrics' states, to be put back where a step must run again."""
@@ -521,14 +470,14 @@ class MetricSync:
             if should_sync and self._joined is not None and self._joined.covers_a_part(metric):
                 self._tell_of_a_part(metric)
             return
-        if is_synced(metric):
+        if metric._is_synced:
             raise TorchMetricsUserError("The Metric has already been synced.")
-        begin_sync(metric)
+        metric._cache = metric._copy_state_dict()  # of this rank, which `Metric.unsync` puts back
         if self._group is not None:
-            gather_states(metric, dist_sync_fn or gather_all_tensors, self._group)
+            metric._sync_dist(dist_sync_fn or gather_all_tensors, process_group=self._group)
         if self._has_others and not self._is_local:
             self._publish(metric)
-        end_sync(metric)
+        metric._is_synced = True
 
     def _tell_of_a_part(self, metric: Metric) -> None:
         """Warn once of a `compute` of `metric` in a step."""

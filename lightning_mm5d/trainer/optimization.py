@@ -24,9 +24,11 @@ from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import Guard
+from lightning_mm5d.sharded.removable import Removable, meanwhile
 from lightning_mm5d.trainer.hidden_gradients import HiddenGradients, hooked
 from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.own_backwards import replaced, without_inputs
+from lightning_mm5d.trainer.process_group import decided
 
 
 class SkippedUpdate(Exception):  # noqa: N818 - no error: it ends the optimizer's step
@@ -86,7 +88,7 @@ class Summing(NamedTuple):
     check: Callable[[Tensor], None]
 
 
-class Optimization:
+class Optimization(Removable):
     """What happens to gradients and optimizers on one rank.
 
     Args:
@@ -100,6 +102,7 @@ class Optimization:
 
     Attributes:
         syncs: whether the next backward sums gradients over ranks, as outside of Lightning's accumulation.
+        is_unsummed: whether there are gradients of an accumulation that its last batch will sum over ranks.
         hidden: gradients of shared parameters between batches.
         around: is called at each step of an optimizer.
     """
@@ -119,10 +122,10 @@ class Optimization:
         self._module, self._plan, self._gradients = module, plan, gradients
         self._is_plain, self._device = is_plain, device
         self.syncs = True
-        self._unsynced = self._summed = self._is_share_shown = self._is_in_backward = self._has_fresh = False
+        self.is_unsummed = False
+        self._summed = self._is_share_shown = self._is_in_backward = self._has_fresh = False
         self._unzeroed: list[Tensor | None] = []  # sums of earlier steps that were not zeroed, within an accumulation
         self._has_own_factor: bool | None = None
-        self._clipper: Precision | None = None
         self._names = names_of(module)
         self.hidden = HiddenGradients(gradients.shared, self._names)
         self.around: list[AroundUpdates] = []
@@ -156,16 +159,14 @@ class Optimization:
         """
         if self._has_own_factor is None:
             # agreed once: callbacks may be those of one rank
-            has_own_factor = torch.tensor(float(not self._is_stock(precision)), device=message_device(self._device))
-            dist.all_reduce(has_own_factor, dist.ReduceOp.MAX)
-            self._has_own_factor = bool(has_own_factor)
+            self._has_own_factor = decided(not self._is_stock(precision), False, message_device(self._device))
         is_known = not (self._has_own_factor or self._hooks.exist())
         self._summed = is_known and self.syncs
         shares = any(modality.shared_stage for modality in self._plan.modalities.values())
         return Summing(
             self._summed,
             1.0 / self._module.trainer.accumulate_grad_batches if is_known else None,
-            is_known and self._unsynced,
+            is_known and self.is_unsummed,
             self._check_factor if self._has_own_factor and shares else _anything,
         )
 
@@ -216,12 +217,8 @@ class Optimization:
     @contextmanager
     def synced(self) -> Generator[None, None, None]:
         """Enter around a backward: its gradients are summed over all ranks that hold their parameters."""
-        self._is_in_backward = True
-        try:
-            with self._synced():
-                yield
-        finally:
-            self._is_in_backward = False
+        with meanwhile(self, _is_in_backward=True), self._synced():
+            yield
 
     @contextmanager
     def _synced(self) -> Generator[None, None, None]:
@@ -231,16 +228,16 @@ class Optimization:
         Lightning's accumulation the sum is left to the last backward, unless hooks of parameters wait for it.
         """
         if not self.syncs and not self._hooks.exist():
-            if not self._unsynced:
+            if not self.is_unsummed:
                 self._unzeroed = self._gradients.take()
-            self._unsynced = True
+            self.is_unsummed = True
             with self._laid():
                 yield
             if not self._is_plain:
                 self.show_shares(shown=True)
             return
         summed, self._summed = self._summed, False
-        older = self._unzeroed if self._unsynced else self._gradients.take()
+        older = self._unzeroed if self.is_unsummed else self._gradients.take()
         self._unzeroed = []
         if self._is_plain:
             reduction = self._gradients.reduction(is_early=not self._hooks.exist())
@@ -252,7 +249,7 @@ class Optimization:
             yield
             if not summed:
                 self._gradients.reduce()  # a schedule has given each replica its share of the loss
-        self._unsynced = False
+        self.is_unsummed = False
         for shared in self._gradients.shared.all:
             if has_hooks(shared.parameter):
                 raise hooked(self._names[id(shared.parameter)], shared.shard)
@@ -260,15 +257,10 @@ class Optimization:
         with nullcontext() if self._is_plain else called(self._gradients.parameters):
             if older:
                 self._gradients.add(older)
-        if values is not None:
-            changed = torch.tensor(bool(values.changes()), device=message_device(self._device)).int()
-            dist.all_reduce(changed, dist.ReduceOp.MAX)
-            if changed:
-                rule = (
-                    "It runs on the ranks that hold the parameter, and others would read something else in the module"
-                )
-                fix = "Read p.grad in on_before_optimizer_step, which all ranks run with full gradients"
-                raise ConfigError("register_hook", "a hook of a parameter that writes to the module", rule, fix)
+        if values is not None and decided(bool(values.changes()), False, message_device(self._device)):
+            rule = "It runs on the ranks that hold the parameter, and others would read something else in the module"
+            fix = "Read p.grad in on_before_optimizer_step, which all ranks run with full gradients"
+            raise ConfigError("register_hook", "a hook of a parameter that writes to the module", rule, fix)
 
     @contextmanager
     def sums_own_backwards(self) -> Generator[None, None, None]:
@@ -434,11 +426,6 @@ class Optimization:
             torch._foreach_zero_(grads)
             torch._foreach_add_(grads, float("inf"))
 
-    @property
-    def is_unsummed(self) -> bool:
-        """Whether there are gradients of an accumulation that its last batch will sum over ranks."""
-        return self._unsynced
-
     def norm(self, norm_type: float, names: Collection[str] | None = None) -> Tensor:
         """Return the norm of the gradients of `names`, or of all, over all ranks; collective."""
         parameters = self._gradients.parameters
@@ -474,15 +461,13 @@ class Optimization:
                 if parameters:  # a rank may hold none of the optimizer's
                     torch.nn.utils.clip_grad_value_(parameters, clip_value=clip_val)
 
-        vars(plugin).update(clip_grad_by_norm=clip_grad_by_norm, clip_grad_by_value=clip_grad_by_value)
-        self._clipper = plugin
+        self.put_attribute(plugin, "clip_grad_by_norm", clip_grad_by_norm)
+        self.put_attribute(plugin, "clip_grad_by_value", clip_grad_by_value)
 
     def remove(self) -> None:
         """Leave gradients and the precision plugin as they were."""
         self.hidden.take()
-        if self._clipper is not None:
-            for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-                vars(self._clipper).pop(name, None)
+        super().remove()
 
 
 def _anything(_: Tensor) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.sharded.removable import put
+from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.sharded.torch_internals import ORIGINALS, torchs_own
 
 
@@ -108,8 +108,6 @@ def replaced(function: Callable[..., Any], name: str = "backward") -> Iterator[N
     def called(*args: Any, **kwargs: Any) -> Any:
         return (torchs_own(name) if original is ORIGINALS[name] else original)(*args, **kwargs)
 
-    take_away = put(torch.autograd, name, functools.wraps(original)(functools.partial(function, called)))
-    try:
+    replacement = functools.wraps(original)(functools.partial(function, called))
+    with meanwhile(torch.autograd, **{name: replacement}):
         yield
-    finally:
-        take_away()

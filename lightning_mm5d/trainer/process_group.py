@@ -25,7 +25,6 @@ import gc
 import os
 import random
 import socket
-import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -43,7 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_mm5d.config.errors import ConfigError, RankLostError, did_you_mean
 from lightning_mm5d.config.options import AXES
 from lightning_mm5d.data.random_state import packed_state, seed_of
-from lightning_mm5d.engine.agreement import pauses, ranks_of
+from lightning_mm5d.engine.agreement import looks, ranks_of
 from lightning_mm5d.engine.run_groups import Groups, Wish
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.sharded.collectives import backend_of, message_device, waits_on_device, warn_on_first_rank
@@ -112,19 +111,16 @@ def agreed_name(store: dist.Store, *, rank: int, world_size: int, timeout: timed
         RankLostError: a rank did not come within the timeout.
     """
     token = uuid.uuid4().hex
-    end = time.monotonic() + timeout.total_seconds()
     if rank > 0:
         store.set(f"asks {rank}", token)
-        for pause in pauses():
+        for _ in looks(timeout.total_seconds()):
             if store.check([f"answer {token}"]):
                 name = store.get(f"answer {token}").decode()
                 store.set(f"{name} heard by {rank}", "")
                 return name
-            if time.monotonic() > end:
-                raise RankLostError(f"rank 0 did not come to this round of torchrun within {timeout}")
-            time.sleep(pause)
+        raise RankLostError(f"rank 0 did not come to this round of torchrun within {timeout}")
     away = set(range(1, world_size))
-    for pause in pauses():
+    for _ in looks(timeout.total_seconds()):
         for other in sorted(away):
             if store.check([f"{token} heard by {other}"]):
                 away.remove(other)
@@ -132,10 +128,7 @@ def agreed_name(store: dist.Store, *, rank: int, world_size: int, timeout: timed
                 store.set(f"answer {store.get(f'asks {other}').decode()}", token)
         if not away:
             return token
-        if time.monotonic() > end:
-            raise RankLostError(f"{ranks_of(sorted(away))} did not come to this round of torchrun within {timeout}")
-        time.sleep(pause)
-    raise AssertionError("pauses never end")
+    raise RankLostError(f"{ranks_of(sorted(away))} did not come to this round of torchrun within {timeout}")
 
 
 _LOOK_S, _LOOKS_S = 0.2, 1.0  # for a server, of one look and of all
@@ -185,13 +178,9 @@ def rendezvous_store(environment: ClusterEnvironment, timeout: timedelta) -> dis
 
 def _until_served(address: str, port: int) -> None:
     """Wait a second for a server: a store that comes too early tries again after half a second or more."""
-    until = time.monotonic() + _LOOKS_S
-    for pause in pauses():
+    for _ in looks(_LOOKS_S):
         with suppress(OSError), socket.create_connection((address, port), timeout=_LOOK_S):
             return
-        if time.monotonic() > until:
-            return
-        time.sleep(pause)
 
 
 def round_store(environment: ClusterEnvironment, timeout: timedelta) -> dist.Store:
@@ -301,10 +290,10 @@ def _digest(state: Tensor) -> str:
     return state.numpy().tobytes().hex()
 
 
-def decided(decision: bool, all_ranks: bool, device: torch.device) -> bool:
-    """Return on every rank whether all ranks decided yes, or any, with ``all_ranks=False``; collective."""
+def decided(decision: bool, all_ranks: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Return on every rank of a group whether all decided yes, or any, with ``all_ranks=False``; collective."""
     flag = torch.tensor(int(decision), device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MIN if all_ranks else dist.ReduceOp.MAX)
+    dist.all_reduce(flag, dist.ReduceOp.MIN if all_ranks else dist.ReduceOp.MAX, group)
     return bool(flag)
 
 

@@ -44,6 +44,7 @@ from lightning_mm5d.engine.agreement import Agreement
 from lightning_mm5d.engine.codec import broadcast_tree
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device
+from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.storage.files import TensorSource
 from lightning_mm5d.trainer.construction import has_memory, is_configured, made_construction
 from lightning_mm5d.trainer.guard import Guard
@@ -344,12 +345,9 @@ class ProcessStrategy(ParallelStrategy, ABC):
             with super().tensor_init_context(empty_init=False if self._is_building else empty_init):
                 yield
             return
-        self._is_building = True
-        try:
-            with self._construction.building(), super().tensor_init_context(empty_init=False):
-                yield
-        finally:
-            self._is_building = False
+        building = self._construction.building()
+        with meanwhile(self, _is_building=True), building, super().tensor_init_context(empty_init=False):
+            yield
 
     def load_in_setup(self, source: TensorSource, *, strict: bool) -> None:
         """Load a source of full tensors once each rank knows what it holds."""

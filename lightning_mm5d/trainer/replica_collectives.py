@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
 from lightning_mm5d.config.errors import ConfigError, private
+from lightning_mm5d.engine.run_groups import gathered_rows
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import carried
 from lightning_mm5d.sharded.remote_value import settled
@@ -30,36 +31,25 @@ class ReplicaCollectives:
     """Collectives over the D replicas of the loss modality.
 
     Args:
-        runtime: tells whether a step is under way; None after a run.
-        sources: the rank of each replica where its step ends.
-        world_size: number of all ranks.
+        plan: all stages.
         rank: global rank.
-        loss_group: one rank of each replica, this rank among them; None elsewhere and with one replica.
-        shares_ranks: whether a rank works for several replicas.
+        runtime: tells whether a step is under way; None after a run.
+        loss_group: one rank of each replica, this rank among them; None elsewhere, with one replica and after a run.
 
     Attributes:
         is_plain: whether every rank is a replica.
     """
 
     def __init__(
-        self,
-        runtime: Runtime | None,
-        sources: tuple[int, ...],
-        *,
-        world_size: int,
-        rank: int,
-        loss_group: dist.ProcessGroup | None,
-        shares_ranks: bool = False,
+        self, plan: Plan, rank: int, runtime: Runtime | None = None, loss_group: dist.ProcessGroup | None = None
     ) -> None:
-        self.is_plain = len(sources) == world_size
-        self._runtime, self._sources, self._world_size = runtime, sources, world_size
-        self._rank, self._loss_group, self._shares_ranks = rank, loss_group, shares_ranks
-
-    @classmethod
-    def after(cls, plan: Plan, rank: int) -> ReplicaCollectives:
-        """Return those of `rank` after a run of `plan`."""
-        sources = tuple(ranks[0] for ranks in plan.topology.instances(plan.topology.last_stage))
-        return cls(None, sources, world_size=plan.layout.size, rank=rank, loss_group=None)
+        layout = plan.layout
+        self._runtime, self._rank, self._loss_group, self._world_size = runtime, rank, loss_group, layout.size
+        # the rank of each replica where its step ends
+        self._sources = [ranks[0] for ranks in plan.topology.instances(plan.topology.last_stage)]
+        self.is_plain = len(self._sources) == layout.size
+        ranks = range(layout.size) if runtime is not None else ()
+        self._shares_ranks = any(len(layout.replicas_of_rank(other)) > 1 for other in ranks)
 
     def reduce(self, tensor: Tensor, reduce_op: Any) -> Tensor:
         """Return the reduction over one rank of each replica, the same on all ranks; collective.
@@ -112,9 +102,7 @@ class ReplicaCollectives:
         local = carried(tensor if sync_grads else tensor.detach(), self._loss_group)
         if sync_grads:
             return torch.stack(list(all_gather(local, self._loss_group))).to(tensor.device)
-        gathered = [torch.empty_like(local) for _ in self._sources]
-        dist.all_gather(gathered, local, group=self._loss_group)
-        return torch.stack(gathered).to(tensor.device)
+        return gathered_rows(local, self._loss_group).to(tensor.device)
 
 
 class DataloaderHooks(Removable):

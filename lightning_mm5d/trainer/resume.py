@@ -16,7 +16,7 @@ are not in the checkpoint: no parameter has seen its batches yet.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,8 @@ from lightning_mm5d.data.random_state import (
 )
 from lightning_mm5d.data.resumable import Position, Resumable
 from lightning_mm5d.engine.codec import receive_tree, send_tree
+from lightning_mm5d.engine.run_groups import gathered_rows
+from lightning_mm5d.sharded.collectives import message_device
 
 KEY, RESUME = "lightning_mm5d", "resume"
 """``checkpoint[KEY]`` is all that a checkpoint says beside Lightning's own; ``[RESUME]`` of it what is said here."""
@@ -140,14 +142,7 @@ class Resume:
     # --- saving ---
 
     def collect(
-        self,
-        trainer: pl.Trainer,
-        checkpoint: dict[str, Any],
-        *,
-        seed: int,
-        layout: Any,
-        device: torch.device,
-        wire: torch.device,
+        self, trainer: pl.Trainer, checkpoint: dict[str, Any], *, seed: int, layout: Any, device: torch.device
     ) -> None:
         """Add to `checkpoint` what a run needs to go on from it; complete on rank 0 only. Collective.
 
@@ -157,14 +152,13 @@ class Resume:
             seed: of all random streams.
             layout: plain values that are equal where ranks stand for the same parts of a run.
             device: where this rank computes.
-            wire: where messages live.
         """
-        loaders = list(training_loaders(trainer))
+        loaders = training_loaders(trainer)
         if not loaders and self.saved is not None:  # nothing was read since the checkpoint that this run goes on from
             checkpoint[KEY] = {**checkpoint.get(KEY, {}), RESUME: self.saved}
             return
         loops = checkpoint["loops"]["fit_loop"]
-        steps = _wound_back(trainer, loaders, loops)
+        steps, wire = _wound_back(trainer, loaders, loops), message_device(device)
         positions = [_gathered(loader.position(steps), wire) for loader in loaders]
         if _begins_epoch(trainer, loops):
             positions = [replace(position, epoch=position.epoch - 1) for position in positions]
@@ -196,16 +190,13 @@ class Resume:
         self._foreign = state.pop(_COMBINED, [])
         return None if self.saved is None else int(self.saved["seed"])
 
-    def begin(
-        self, trainer: pl.Trainer, *, layout: Any, device: torch.device, wire: torch.device, replica: int, rank: int
-    ) -> None:
+    def begin(self, trainer: pl.Trainer, *, layout: Any, device: torch.device, replica: int, rank: int) -> None:
         """Go on from the checkpoint that was loaded, if any. Collective.
 
         Args:
             trainer: about to train.
             layout: as for `collect`.
             device: where this rank computes.
-            wire: where messages live.
             replica: the first that this rank serves.
             rank: global rank.
 
@@ -214,8 +205,8 @@ class Resume:
         """
         saved, self.saved = self.saved, None
         is_loaded, self._is_loaded = self._is_loaded, False
-        loaders = list(training_loaders(trainer))
-        watch, state = self.watch(trainer), packed_state().to(wire)
+        loaders = training_loaders(trainer)
+        watch, state = self.watch(trainer), packed_state().to(message_device(device))
         watch.forget()
         if dist.is_initialized():
             dist.broadcast(state, 0)
@@ -245,11 +236,10 @@ class Resume:
             )
 
 
-def training_loaders(trainer: pl.Trainer) -> Iterator[Resumable]:
-    """Yield the training dataloaders of a run in Lightning's order; none before they are made."""
-    for loader in tree_leaves(trainer.train_dataloader, is_leaf=lambda leaf: isinstance(leaf, Resumable)):
-        if isinstance(loader, Resumable):
-            yield loader
+def training_loaders(trainer: pl.Trainer) -> list[Resumable]:
+    """Return the training dataloaders of a run in Lightning's order; none before they are made."""
+    leaves = tree_leaves(trainer.train_dataloader, is_leaf=lambda leaf: isinstance(leaf, Resumable))
+    return [loader for loader in leaves if isinstance(loader, Resumable)]
 
 
 def _steps(trainer: pl.Trainer) -> int:
@@ -364,9 +354,7 @@ def _all_gathered(state: Tensor, wire: torch.device) -> Tensor:
     """Return the states of all ranks ``[ranks, bytes]``; collective."""
     if not dist.is_initialized():
         return state[None]
-    states = [torch.empty_like(state, device=wire) for _ in range(dist.get_world_size())]
-    dist.all_gather(states, state.to(wire))
-    return torch.stack(states).cpu()
+    return gathered_rows(state.to(wire)).cpu()
 
 
 def _gathered(position: Position, wire: torch.device) -> Position:

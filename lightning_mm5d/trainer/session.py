@@ -8,7 +8,6 @@ ranks keep their shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -104,6 +103,7 @@ class Session:
         turns: what ranks agree on at the start of a batch.
         buffers: which ranks have the values of buffers; None until `attach`.
         guard: of the values that other ranks have.
+        shared: the parameters of which this rank owns rows.
     """
 
     def __init__(self, module: pl.LightningModule, plan: Plan, options: RunOptions) -> None:
@@ -158,7 +158,6 @@ class Session:
         self.turns = Turns(
             module.trainer,
             together,
-            torch.device("cpu"),
             steps_together=not self.is_plain,
             predicts_together=not self.is_plain and plan.layout.num_replicas == 1,
             checkpoints=options.checkpoints,
@@ -178,14 +177,13 @@ class Session:
             lambda: (self._options.seed, module.current_epoch, module.trainer.fit_loop.batch_idx, module.global_step),
             device=device,
         )
-        self._shared = gradients.shared
-        self._mains = MainParameters(module, main_dtype(plan.main_params), self._shared)
-        self._gathering = make_gathering(plan, self._cut.runtime, self._cut.views, self._shared, groups.gathers)
+        self.shared = gradients.shared
+        self._mains = MainParameters(module, main_dtype(plan.main_params), self.shared)
+        self._gathering = make_gathering(plan, self._cut.runtime, self._cut.views, self.shared, groups.gathers)
         last = plan.topology.instances(plan.topology.last_stage)
         is_last = any(rank in ranks for ranks in last)
         loss_group = groups.loss if is_last else None
-        guard = self.guard
-        self._metrics = MetricSync(loss_group=loss_group, is_last=is_last, world_src=last[0][0], guard=guard)
+        self._metrics = MetricSync(loss_group=loss_group, is_last=is_last, world_src=last[0][0], guard=self.guard)
         parts = [*module.modules(), *unregistered(module)]
         for part in parts if plan.layout.size > 1 or not self.is_plain else ():
             if isinstance(part, MetricCollection):
@@ -223,26 +221,19 @@ class Session:
         self.optimization = Optimization(
             module, plan, gradients, self._hooks, guard=self.guard, is_plain=self.is_plain, device=device
         )
-        self.collectives = ReplicaCollectives(
-            self._cut.runtime,
-            tuple(ranks[0] for ranks in last),
-            world_size=plan.layout.size,
-            rank=rank,
-            loss_group=groups.loss,
-            shares_ranks=any(len(plan.layout.replicas_of_rank(other)) > 1 for other in range(plan.layout.size)),
-        )
+        self.collectives = ReplicaCollectives(plan, rank, self._cut.runtime, groups.loss)
 
     def share(self, optimizers: Sequence[Optimizer]) -> None:
         """Leave this rank the rows that it owns, and free what `optimizers` keep for other ranks."""
-        self._shared.begin(computing_dtypes(self._module), trains=bool(optimizers))
+        self.shared.begin(computing_dtypes(self._module), trains=bool(optimizers))
         self._mains.adopt()
-        if self._shared.all:
+        if self.shared.all:
             self._gathering.attach()
-        if self._shared.all or self._meets is not None:
+        if self.shared.all or self._meets is not None:
             shared = self._gathering, self._meets, self._cut.experts
             self._engine.gathers = StepGathers(self.plan, *shared, self._options.device)
         if self._predicts:
-            self._shared.show_whole()
+            self.shared.show_whole()
             self._mains.show_computing()
         self.optimization.adopt(optimizers)
 
@@ -280,7 +271,7 @@ class Session:
             groups=self._run_groups,
             more_groups=self._groups,
             turns=self.turns,
-            shared=self._shared,
+            shared=self.shared,
             buffers=self.buffers,
             is_plain=self.is_plain,
         )
@@ -298,10 +289,10 @@ class Session:
         """
         self.turns.begin_training_step()
         self.optimization.hidden.take()
-        self._shared.settle()
+        self.shared.settle()
         if self._mains.adopt():  # what was unfrozen since the last step
             self._gathering.attach()
-        self._shared.show_own()
+        self.shared.show_own()
         self.optimization.drop_old_gradients(optimizers)
         self._gathering.prepare()
         scaler = getattr(precision, "scaler", None)
@@ -309,7 +300,7 @@ class Session:
         summing = self.optimization.summing(precision)
         with self._cut.host_copies(), self._mains.computing():
             output = self.steps.train(self.shown.all(arguments), precision.train_step_context, scale, summing)
-        self._shared.show_own()
+        self.shared.show_own()
         return output
 
     def optimize(self, arguments: Sequence[Any], context: Context) -> Any:
@@ -343,25 +334,13 @@ class Session:
         """
         self.turns.begin_evaluation_batch()
         if not self._predicts:
-            self._shared.settle()
-            self._shared.show_whole()
+            self.shared.settle()
+            self.shared.show_whole()
         with self._cut.host_copies(), self._mains.computing():
             output = self.steps.evaluate(name, self.shown.all(arguments), context)
         if not self._predicts:
-            self._shared.rest()
+            self.shared.rest()
         return output
-
-    def exact(self) -> AbstractContextManager[frozenset[int]]:
-        """Enter where parameters are read for a checkpoint; see `SharedParameters.exact`."""
-        return self._shared.exact()
-
-    def leave_step(self) -> None:
-        """Let parameters have values that a checkpoint can hold, also after a step that has failed."""
-        self._shared.leave_step()
-
-    def rest(self) -> None:
-        """Show between batches what parameters show then."""
-        self._shared.rest()
 
     def traffic(self) -> dict[str, Any]:
         """Return what this rank does with a microbatch, and its payloads under way, for the monitor's thread."""
@@ -388,18 +367,18 @@ class Session:
         self._cut.remove()
         self._metrics.detach()
         self.optimization.remove()
-        self.turns.detach()
+        self.turns.remove()
         vars(self._module).pop(BEFORE_TRANSFER, None)
         self._gathering.remove()
         self._mains.show_main()
         rank = self._options.rank
         if failed:
             self.abort()
-            self._shared.keep(failed=True)
+            self.shared.keep(failed=True)
             lose_rows(self._module, self.plan, rank)
             return
-        self._shared.settle()
-        self._shared.keep()
+        self.shared.settle()
+        self.shared.keep()
         wire = message_device(self._options.device)
         if self.plan.topology.edges or self.plan.division.shards or has_rows(self._module, self.plan, rank):
             if targets:

@@ -28,11 +28,13 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_mm5d.config.errors import RankMismatchError, private
+from lightning_mm5d.data.random_state import CPU
+from lightning_mm5d.engine.run_groups import gathered_rows
 from lightning_mm5d.monitor.verdict import named
+from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.trainer.checkpoints import Checkpoints
 from lightning_mm5d.trainer.guard import position
-
-_VALIDATES = "_should_check_val_fx"
+from lightning_mm5d.trainer.process_group import decided
 
 
 class BatchProof(Protocol):
@@ -51,13 +53,12 @@ class BatchProof(Protocol):
         """Compare among the ranks of each replica, before an evaluation that other replicas may not have."""
 
 
-class Turns:
-    """Takes the place of Lightning's handler of SIGTERM, and of its broadcast at the start of a batch, until `detach`.
+class Turns(Removable):
+    """Takes the place of Lightning's handler of SIGTERM, and of its broadcast at the start of a batch, until `remove`.
 
     Args:
         trainer: that runs.
-        group: all ranks, for nothing else; None for a single rank.
-        device: where messages of the group live.
+        group: all ranks, for nothing else, with messages in host memory; None for a single rank.
         steps_together: whether evaluation steps involve all ranks, which then agree in them too.
         predicts_together: whether prediction steps do. Where data is divided among replicas, some have one more.
         checkpoints: whose errors all ranks raise at the start of a batch; None where nothing is saved.
@@ -70,7 +71,6 @@ class Turns:
         self,
         trainer: pl.Trainer,
         group: dist.ProcessGroup | None,
-        device: torch.device,
         *,
         steps_together: bool,
         predicts_together: bool,
@@ -78,7 +78,7 @@ class Turns:
     ) -> None:
         self._checkpoints = checkpoints
         self.proofs: list[BatchProof] = []
-        self._trainer, self._group, self._device = trainer, group, device
+        self._trainer, self._group = trainer, group
         self._steps_together = predicts_together if trainer.predicting else steps_together
         self._terminates = False
         self._connector = private(trainer, "_signal_connector")
@@ -88,16 +88,11 @@ class Turns:
 
     def attach(self) -> None:
         """Begin; before Lightning registers its handlers."""
-        vars(self._connector)["_sigterm_notifier_fn"] = self.note_sigterm
-        vars(self._loop)["_broadcast_sigterm_tensor"] = self.begin_batch
+        self.put_attribute(self._connector, "_sigterm_notifier_fn", self.note_sigterm)
+        self.put_attribute(self._loop, "_broadcast_sigterm_tensor", self.begin_batch)
         if self._group is not None and private(self._trainer, "_val_check_time_interval") is not None:
-            vars(self._loop)[_VALIDATES] = partial(self._any_validates, private(self._loop, _VALIDATES))
-
-    def detach(self) -> None:
-        """Give Lightning its own back."""
-        vars(self._connector).pop("_sigterm_notifier_fn", None)
-        vars(self._loop).pop("_broadcast_sigterm_tensor", None)
-        vars(self._loop).pop(_VALIDATES, None)
+            is_due = private(self._loop, "_should_check_val_fx")
+            self.put_attribute(self._loop, "_should_check_val_fx", partial(self._any_validates, is_due))
 
     def note_sigterm(self, signum: int, frame: FrameType | None) -> None:
         """Note the signal, and pass it on to processes that this one started."""
@@ -149,9 +144,7 @@ class Turns:
 
     def _any_validates(self, is_due: Callable[[Any], bool], data_fetcher: Any) -> bool:
         """Return whether `is_due` says of any rank that it is to validate now; collective."""
-        due = torch.tensor(int(is_due(data_fetcher)), device=self._device)
-        dist.all_reduce(due, dist.ReduceOp.MAX, group=self._group)
-        return bool(due)
+        return decided(is_due(data_fetcher), False, CPU, self._group)
 
     def _agreed(self, epoch: int, batch: int) -> int | None:
         """Return a rank that was told to terminate; None where none was."""
@@ -165,7 +158,7 @@ class Turns:
         told = rank + 1 if self._terminates else 0
         slots = [told, save_failed, *place, *(-value for value in place)]
         numbers = [proof.slots() for proof in self.proofs]
-        agreed = torch.tensor([*slots, *chain(*numbers)], device=self._device)
+        agreed = torch.tensor([*slots, *chain(*numbers)], device=CPU)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
         told, save_failed, *bounds = agreed.tolist()
         if bounds[:3] != [-value for value in bounds[3:6]]:
@@ -182,12 +175,10 @@ class Turns:
 
     def _differences(self, place: list[int]) -> str:
         assert self._group is not None
-        local = torch.tensor(place, device=self._device)
-        places = [torch.empty_like(local) for _ in range(self._group.size())]
-        dist.all_gather(places, local, group=self._group)
+        places = gathered_rows(torch.tensor(place, device=CPU), self._group).tolist()
         ranks: dict[tuple[int, ...], list[int]] = {}
         for rank, rank_place in enumerate(places):
-            ranks.setdefault(tuple(rank_place.tolist()), []).append(rank)
+            ranks.setdefault(tuple(rank_place), []).append(rank)
         told = "; ".join(_place(numbers, *where) for where, numbers in ranks.items())
         return (
             f"ranks begin different batches: {told}. All ranks must run equal numbers of batches: give their "

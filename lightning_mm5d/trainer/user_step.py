@@ -23,6 +23,7 @@ from lightning_mm5d.data.joining import BatchNumber
 from lightning_mm5d.data.microbatch import Microbatch, copied, with_tensors
 from lightning_mm5d.data.random_state import generator_states, is_iterator, put_generators_back, seeded
 from lightning_mm5d.engine.codec import TreeChannel
+from lightning_mm5d.engine.engine import READS_SHARDS
 from lightning_mm5d.engine.step import Scope
 from lightning_mm5d.sharded.remote_value import is_remote, settled
 from lightning_mm5d.sharded.torch_internals import writes_counted
@@ -113,9 +114,7 @@ class StepResult:
                 if not local.isclose(peer, rtol=1e-2 if is_half else 1e-5, atol=0.0, equal_nan=True):
                     raise StageError(
                         f"the ranks that share the last layers have unequal values of the {name}, {local:.6g} and "
-                        f"{peer:.6g}. The step reads the values of a sharded parameter itself (`lm_head.weight`, or a "
-                        "penalty over `self.parameters()`), or depends on the rank: call the module instead, use the "
-                        "optimizer's weight_decay, or set tp_size and cp_size to 1"
+                        f"{peer:.6g}. {READS_SHARDS}"
                     )
 
         return check
@@ -134,9 +133,9 @@ class ResultChannel:
     def __init__(
         self, *, src: int, group: dist.ProcessGroup | None, device: torch.device, host: dist.ProcessGroup | None = None
     ) -> None:
-        self._is_alone = group is None or dist.get_world_size(group) == 1
-        self._channel = None if self._is_alone else TreeChannel.within(group, src, device, host)
-        self._sends = self._is_alone or dist.get_rank() == src
+        is_alone = group is None or dist.get_world_size(group) == 1
+        self._channel = None if is_alone else TreeChannel.within(group, src, device, host)
+        self._sends = is_alone or dist.get_rank() == src
 
     def share(self, result: StepResult | None) -> StepResult:
         """Return the result of the rank where the step ends, on every rank of the replica; collective.
@@ -448,7 +447,8 @@ class UserStep:
         """
         self._repeats = repeats
         try:
-            with self._metrics.discarded(), self._capture.discarded(), KeptValues(self._module).undone():
+            with self._metrics.discarded(), self._capture.discarded(), ExitStack() as stack:
+                stack.callback(KeptValues(self._module).restore)
                 yield
         finally:
             self._repeats = False

@@ -201,17 +201,11 @@ def explain_other_modules() -> None:
 
     The trainer looks at a module before its strategy does, and says only that it is no `LightningModule`.
     """
-    original = private(trainer_module, _UNWRAP)
-    if sys.modules.keys() >= _PACKAGES and not isinstance(original, _Explained):
-        setattr(trainer_module, _UNWRAP, _Explained(original))
+    original = private(trainer_module, _UNWRAP)  # what a trainer calls first with the module that it is given
 
-
-class _Explained:
-    """What a trainer calls first with the module that it is given."""
-
-    def __init__(self, original: Callable[[Any], Any]) -> None:
-        self._original = original
-
-    def __call__(self, model: Any) -> Any:
+    def explained(model: Any) -> Any:
         check_package("module", [model])
-        return self._original(model)
+        return original(model)
+
+    if sys.modules.keys() >= _PACKAGES and original.__module__ != __name__:
+        setattr(trainer_module, _UNWRAP, explained)
