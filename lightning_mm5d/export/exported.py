@@ -117,7 +117,7 @@ def _huggingface(
     if model["kind"] == UNKNOWN:
         rule = f"It could not be described when the checkpoint was saved: {model['error']}"
         raise ConfigError("CHECKPOINT", model["name"], rule, "Name its config.json with --config")
-    tensors = ModelTensors(opened.source, model["path"], record["same"])
+    tensors = ModelTensors.of(opened.source, record, model)
     warnings: list[str] = []
     with new_folder(folder) as draft:
         if model["kind"] == "adapter":

@@ -180,10 +180,15 @@ class ModelTensors:
         same: names of the LightningModule that stand for one tensor, group by group.
     """
 
-    def __init__(self, source: TensorSource, path: str, same: Iterable[Sequence[str]]) -> None:
+    def __init__(self, source: TensorSource, path: str, same: Iterable[Sequence[str]] = ()) -> None:
         self._source, self._prefix = source, f"{path}." if path else ""
         self._known = set(source.names())
         self._same = {name: group for group in same for name in group}
+
+    @classmethod
+    def of(cls, source: TensorSource, record: Mapping[str, Any], model: Mapping[str, Any]) -> ModelTensors:
+        """Return those of a model in the record of a checkpoint."""
+        return cls(source, model["path"], record["same"])
 
     def read(self, name: str) -> Tensor:
         """Return a tensor of the model."""
