@@ -75,16 +75,6 @@ class Recipe(ABC):
     @abstractmethod
     def _read(self, region: list[tuple[int, int]]) -> Tensor: ...
 
-    @property
-    @abstractmethod
-    def sources(self) -> tuple[Recipe, ...]:
-        """The recipes that this one reads."""
-
-    def stored(self) -> Iterator[Stored]:
-        """All tensors in files that take part."""
-        for source in self.sources:
-            yield from source.stored()
-
 
 @dataclass(frozen=True, eq=False)
 class Stored(Recipe):
@@ -93,24 +83,13 @@ class Stored(Recipe):
     file: TensorFile
     name: str
 
-    @property
-    def sources(self) -> tuple[Recipe, ...]:
-        return ()
-
     def _read(self, region: list[tuple[int, int]]) -> Tensor:
         return self.file.read(self.name, region)
-
-    def stored(self) -> Iterator[Stored]:
-        yield self
 
 
 @dataclass(frozen=True, eq=False)
 class _OfOne(Recipe):
     of: Recipe
-
-    @property
-    def sources(self) -> tuple[Recipe, ...]:
-        return (self.of,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,10 +173,6 @@ class Joined(Recipe):
     dim: int
     stacked: bool
 
-    @property
-    def sources(self) -> tuple[Recipe, ...]:
-        return self.parts
-
     def _read(self, region: list[tuple[int, int]]) -> Tensor:
         out = torch.empty([stop - start for start, stop in region], dtype=self.dtype, device="cpu")
         start, stop = region[self.dim]
@@ -225,10 +200,6 @@ class Computed(Recipe):
     parts: tuple[Recipe, ...]
     function: Callable[[list[Tensor]], Any]
     output: int | None
-
-    @property
-    def sources(self) -> tuple[Recipe, ...]:
-        return self.parts
 
     def _read(self, region: list[tuple[int, int]]) -> Tensor:
         result = self.function([part.read() for part in self.parts])
@@ -504,12 +475,6 @@ class PretrainedSource:
             CheckpointCorruptError: a file has changed, or ends too early.
         """
         return self._recipes[name].read(region)
-
-    @property
-    def bytes_read(self) -> int:
-        """How many bytes were read of the files, with their headers."""
-        files = {stored.file for recipe in self._recipes.values() for stored in recipe.stored()}
-        return sum(file.bytes_read for file in files)
 
 
 class _Loader:
