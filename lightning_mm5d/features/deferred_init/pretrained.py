@@ -32,13 +32,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from json import JSONDecodeError
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from lightning_mm5d.config.errors import (
     CheckpointCorruptError,
@@ -191,18 +192,22 @@ class Joined(Recipe):
 
 @dataclass(frozen=True, eq=False)
 class Computed(Recipe):
-    """What a function makes of tensors that are read in full; `output` is its index where it returns several.
+    """What an operation makes of tensors that are read in full; `output` is its index where it returns several.
 
     Args:
-        function: a function of ``[full tensors of parts]``.
+        operation: its name, so that it can be pickled.
+        args: its arguments, with recipes in place of tensors in files.
+        kwargs: its keywords.
     """
 
-    parts: tuple[Recipe, ...]
-    function: Callable[[list[Tensor]], Any]
+    operation: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     output: int | None
 
     def _read(self, region: list[tuple[int, int]]) -> Tensor:
-        result = self.function([part.read() for part in self.parts])
+        args, kwargs = tree_map_only(Recipe, Recipe.read, (self.args, self.kwargs))
+        result = operator_named(self.operation)(*args, **kwargs)
         return _cut(result if self.output is None else result[self.output], 0, region)
 
 
@@ -251,38 +256,8 @@ def _as_meta(value: Any) -> Any:
 
 
 def _computed(func: Any, args: Any, kwargs: Any, meta: Tensor, output: int | None) -> Recipe:
-    parts: list[Recipe] = []
-
-    def place(value: Any) -> Any:
-        if not isinstance(value, TracedTensor):
-            return value
-        parts.append(value.recipe)
-        return _Place(len(parts) - 1)
-
-    call = _Call(str(func), *tree_map(place, [args, kwargs]))
-    return Computed(tuple(meta.shape), meta.dtype, tuple(parts), call, output)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Stands among the arguments of an operation for the tensor of this part."""
-
-    part: int
-
-
-@dataclass(frozen=True)
-class _Call:
-    """An operation by its name, so that it can be pickled, with its arguments but for tensors."""
-
-    operation: str
-    args: Any
-    kwargs: Any
-
-    def __call__(self, read: list[Tensor]) -> Any:
-        def fill(value: Any) -> Any:
-            return read[value.part] if isinstance(value, _Place) else value
-
-        return operator_named(self.operation)(*tree_map(fill, self.args), **tree_map(fill, self.kwargs))
+    args, kwargs = tree_map_only(TracedTensor, attrgetter("recipe"), (args, kwargs))
+    return Computed(tuple(meta.shape), meta.dtype, str(func), args, kwargs, output)
 
 
 def _cast(func: Any, args: Any, kwargs: Any, meta: Tensor, output: int | None) -> Recipe:
