@@ -22,6 +22,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -227,10 +228,6 @@ class _Watched(TorchFunctionMode):
                 if not is_remote(parameter) and parameter.numel():
                     self._data.setdefault(_address(parameter), []).append((parameter, parameter.data))
 
-    def _pairs(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        for pairs in self._data.values():
-            yield from pairs
-
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -263,10 +260,10 @@ class _Watched(TorchFunctionMode):
     def __exit__(self, *args: object) -> None:
         super().__exit__(*args)
         with plain(), torch.no_grad():
-            for parameter, data in self._pairs():
+            for parameter, data in chain.from_iterable(self._data.values()):
                 if parameter.data_ptr() != data.data_ptr():
                     parameter.data = data
-            for data, copy in (pair for pairs in self._copies.values() for pair in pairs):
+            for data, copy in chain.from_iterable(self._copies.values()):
                 data.copy_(copy)
 
 
@@ -347,9 +344,6 @@ def put_back(module: LightningModule, device: torch.device) -> Iterator[KeptStat
         state.restore()
         module.trainer.loggers = loggers
 
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
 
 _ROUNDING, _LOW_ROUNDING = 5e-5, 1e-2  # relative; in half precision and tf32, batches of unlike sizes round unlike
 _LEAST = 0.01  # of these, what two losses of one microbatch may differ by; and of 1, what is small
