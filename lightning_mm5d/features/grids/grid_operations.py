@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -196,12 +197,8 @@ class _Product3D(torch.autograd.Function):
         cube: Cube = ctx.cube
         wants_x, wants_weight, _ = ctx.needs_input_grad
         all_gradients: Wait = cube.input_line.start_gather(gradient, 0, cube.rows, exact=True)
-        all_weight: Wait | None = None
-        all_x: Wait | None = None
-        if wants_x:
-            all_weight = cube.depth.start_gather(weight, cube.dim, cube.lengths, exact=True)
-        if wants_weight:
-            all_x = cube.output_line.start_gather(x, 0, cube.rows, exact=True)
+        all_weight = cube.depth.start_gather(weight, cube.dim, cube.lengths, exact=True) if wants_x else None
+        all_x = cube.output_line.start_gather(x, 0, cube.rows, exact=True) if wants_weight else None
         full = all_gradients()
         of_x: Wait | None = None
         of_weight: Wait | None = None
@@ -298,13 +295,11 @@ def norm_of(module: nn.Module) -> Norm | None:
         return None
     if not isinstance(output, Tensor) or output.shape != x.shape:
         return None
-    for centers in (False, True):
-        for offset in (0.0, 1.0):
-            for narrows in (False, True):
-                norm = Norm(width, epsilon, centers, offset, narrows)
-                expected, _, _ = norm.of(x, held["weight"], held.get("bias"), lambda total: total)
-                if torch.allclose(output.double(), expected.double(), rtol=1e-6 if narrows else 1e-12, atol=1e-12):
-                    return norm
+    for centers, offset, narrows in product((False, True), (0.0, 1.0), (False, True)):
+        norm = Norm(width, epsilon, centers, offset, narrows)
+        expected, _, _ = norm.of(x, held["weight"], held.get("bias"), lambda total: total)
+        if torch.allclose(output.double(), expected.double(), rtol=1e-6 if narrows else 1e-12, atol=1e-12):
+            return norm
     return None
 
 
