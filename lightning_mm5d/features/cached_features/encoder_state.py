@@ -21,6 +21,7 @@ import builtins
 import copyreg
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import cached_property
 from inspect import getattr_static, isfunction
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -60,7 +61,6 @@ class EncoderState:
         every |= {name for name, _ in root.named_buffers(remove_duplicate=False)}
         self._inside = _paths_to(self._owned)
         self._mixed = _paths_to(every.difference(owned)) | {""}
-        self._named: frozenset[str] | None = None
         self._hashed: dict[int, tuple[Tensor, int, torch.dtype, str]] = {}
         self._others: dict[int, EncoderState] = {}
 
@@ -123,7 +123,7 @@ class EncoderState:
             yield path, module
             for name, child in module.named_children():
                 full = f"{path}.{name}" if path else name
-                is_used = path not in self._mixed or isinstance(module, _CONTAINERS) or name in self._names()
+                is_used = path not in self._mixed or isinstance(module, _CONTAINERS) or name in self._names
                 if full in self._inside or (is_used and not holds_metrics(child)):
                     todo.append((full, child))
 
@@ -141,7 +141,7 @@ class EncoderState:
             values["hparams"] = hparams
         values["training"] = module.training
         if path in self._mixed:
-            values = {name: value for name, value in values.items() if name in self._names()}
+            values = {name: value for name, value in values.items() if name in self._names}
         named_contents = []
         for name, value in values.items():
             try:
@@ -150,13 +150,12 @@ class EncoderState:
                 raise ValueError(f"{path}.{name}".lstrip(".") + f" holds {error}") from None
         return named_contents
 
-    def _names(self) -> frozenset[str]:
-        """Return all names in the code of the boundary, and in the code of the methods and functions that it calls."""
-        if self._named is None:
-            inside = self._root.get_submodule(self._path).named_modules(prefix=self._path)
-            types = {type(part) for path, part in inside if path == self._path or path in self._inside & self._mixed}
-            self._named = frozenset(_names_in(types, self._method))
-        return self._named
+    @cached_property
+    def _names(self) -> set[str]:
+        """All names in the code of the boundary, and in the code of the methods and functions that it calls."""
+        inside = self._root.get_submodule(self._path).named_modules(prefix=self._path)
+        types = {type(part) for path, part in inside if path == self._path or path in self._inside & self._mixed}
+        return _names_in(types, self._method)
 
     def _other_module(self, module: nn.Module) -> Any:
         """What stands for a module that an attribute holds: its path, or what it holds where it has none."""
@@ -239,7 +238,7 @@ class Contents:
         Raises:
             ValueError: it holds something whose content cannot be known.
         """
-        if value is None or type(value) in _PLAIN or isinstance(value, (torch.dtype, torch.layout)):
+        if value is None or type(value) in _PLAIN:
             return type(value).__name__, repr(value)
         if isinstance(value, torch.device):
             return "device", value.type
