@@ -279,7 +279,7 @@ class _FullViews(Attached):
             self._meet(place=place)
         with torch.inference_mode(False), torch.no_grad(), plain():
             if self._is_shown:
-                self._states.take_back(lambda parameter: self._exchange.is_held(self._shapes[id(parameter)][0]))
+                self._states.take_back()
             for form in self._forms if self._opened else ():
                 self._check_shape(form)
             for form in self._forms if self._opened else ():
@@ -316,7 +316,7 @@ class _FullViews(Attached):
             if local is None:
                 shared = self._shared.get(form.parameter)
                 whole = shared is not None and shared.is_whole
-                shape = self._exchange.holding(form.name, self._rank).owned if whole else form.data.shape
+                shape = self._exchange.own_shape(form.name) if whole else form.data.shape
                 local = torch.empty(shape, dtype=new.dtype, device=form.data.device)
             self._exchange.cut(form.name, new, local)
         shared = self._shared.get(form.parameter)
