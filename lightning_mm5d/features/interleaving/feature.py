@@ -358,10 +358,8 @@ class InterleavedMicrobatches(Feature):
                 if axes.dp > plan.layout.num_replicas:
                     rule = f"{other!r} has {axes.dp} replicas that take turns with the microbatches of one"
                     raise ConfigError(field, count, rule, f"Use dp_size={plan.layout.num_replicas} for {other!r}")
-            beside = set[str]()  # what runs in its stages
-            for members in plan.topology.members.values():
-                held = {member.modality for member in members}
-                beside |= held if name in held else set()
+            stages = [{member.modality for member in members} for members in plan.topology.members.values()]
+            beside = set[str]().union(*(held for held in stages if name in held))  # what runs in its stages
             for other in sorted(beside):
                 check_beside(name, other, plan.modalities)
             for layer in plan.experts.values():
