@@ -408,17 +408,13 @@ class Interleaving(Attached):
         experts = runtime.experts
         self._tokens = {key: experts.token_groups(key) for key in views if self._layers[key]} if experts else {}
         self._turning = _turning(plan, runtime)
-        self._copies = Copies(runtime.scopes, layers, device) if layers else None
-
-    def remove(self) -> None:
-        """Take what it put on layers away again."""
-        if self._copies is not None:
-            self._copies.remove()
+        self._copies = Copies(runtime.scopes, layers, device)
+        self.changes.callback(self._copies.remove)
 
     @property
     def thread(self) -> int | None:
         """Identifier of the thread that computes while microbatches run side by side; None while they do not."""
-        return None if self._copies is None else self._copies.thread
+        return self._copies.thread
 
     def is_on(self, stage: StageKey) -> bool:
         """Whether microbatches of a stage may run side by side."""
@@ -480,7 +476,6 @@ class Interleaving(Attached):
 
     def run(self, stage: StageKey, functions: Sequence[Any], scopes: Sequence[Scope], *, backward: bool) -> list[Any]:
         """Call functions of a stage side by side; see `Copies.run`."""
-        assert self._copies is not None
         tokens = self._tokens.get(stage)
         return self._copies.run(functions, tokens or self._turning, scopes, anywhere=backward or bool(tokens))
 
