@@ -40,9 +40,6 @@ from lightning_mm5d.features.deferred_init.recorded import (
     unmoved,
 )
 
-# Random operators that draw as many numbers as their inputs' values demand.
-DRAWS_BY_VALUE = ("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -51,11 +48,6 @@ class Step:
     index: int
     operation: Operation
     dropped: bool
-
-    @property
-    def draws_by_value(self) -> bool:
-        """Whether the values of its arguments tell how many numbers it draws."""
-        return any(name in self.operation.name for name in DRAWS_BY_VALUE)
 
     @property
     def touched(self) -> frozenset[int]:
@@ -77,9 +69,7 @@ def sliced(operations: Sequence[Operation], wanted: Iterable[int], draws: bool) 
         needed = not live.isdisjoint(operation.writes)
         if not needed and not (draws and operation.draw):
             continue
-        step = Step(index, operation, dropped=not needed)
-        if not needed and step.draws_by_value:
-            step = Step(index, operation, dropped=False)
+        step = Step(index, operation, dropped=not needed and not operation.draws_by_value)
         if not step.dropped:
             live -= operation.overwrites
             live |= operation.reads
@@ -357,7 +347,7 @@ class Journal:
             if operation.draw
         ]
         for step in steps:
-            if step.draws_by_value:
+            if step.operation.draws_by_value:
                 raise ConfigError(
                     "configure_model",
                     f"{asked_by} of a random value, after {step.operation.name}",
