@@ -35,6 +35,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -261,7 +262,7 @@ class ModuleWeights:
 
     def _put(self, names: tuple[str, ...], value: Tensor) -> None:
         """Give a tensor without memory what this rank holds of its full value."""
-        tensor = _tensor(self._module, names[0])
+        tensor = attrgetter(names[0])(self._module)
         if is_remote(tensor):
             return
         value = value.to(tensor.dtype)
@@ -297,13 +298,6 @@ def with_unrecorded(root: nn.Module, recorded: Sequence[DeferredWeights]) -> lis
         if kind != "attribute" and tensor.is_meta and known.isdisjoint(names)
     ]
     return [*recorded, *([initialize_meta(root, unknown)] if unknown else [])]
-
-
-def _tensor(root: nn.Module, name: str) -> Tensor:
-    path, _, attribute = name.rpartition(".")
-    tensor = getattr(root.get_submodule(path), attribute)
-    assert isinstance(tensor, Tensor), name
-    return tensor
 
 
 class Recording(Construction):
@@ -347,7 +341,7 @@ class Recording(Construction):
         fill = filling(module)
 
         def put(names: tuple[str, ...], value: Tensor) -> None:
-            fill(names, value.to(_tensor(module, names[0]).dtype))
+            fill(names, value.to(attrgetter(names[0])(module).dtype))
 
         for weights in with_unrecorded(module, self._deferred(module)):
             weights.materialize(module, put)
