@@ -39,6 +39,7 @@ from lightning_mm5d.data.random_state import (
 )
 from lightning_mm5d.data.resumable import Position, Resumable, with_own
 from lightning_mm5d.engine.codec import receive_tree, send_tree
+from lightning_mm5d.sharded.collectives import of_all_ranks
 
 KEY, RESUME = "lightning_mm5d", "resume"
 """``checkpoint[KEY]`` is all that a checkpoint says beside Lightning's own; ``[RESUME]`` of it what is said here."""
@@ -364,9 +365,7 @@ def _all_gathered(state: Tensor, wire: torch.device) -> Tensor:
     """Return the states of all ranks ``[ranks, bytes]``; collective."""
     if not dist.is_initialized():
         return state[None]
-    states = [torch.empty_like(state, device=wire) for _ in range(dist.get_world_size())]
-    dist.all_gather(states, state.to(wire))
-    return torch.stack(states).cpu()
+    return of_all_ranks(state.to(wire)).cpu()
 
 
 def _gathered(position: Position, wire: torch.device) -> Position:

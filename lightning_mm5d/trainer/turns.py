@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_mm5d.config.errors import RankMismatchError, private
 from lightning_mm5d.monitor.verdict import named
+from lightning_mm5d.sharded.collectives import of_all_ranks
 from lightning_mm5d.trainer.checkpoints import Checkpoints
 from lightning_mm5d.trainer.guard import position
 
@@ -183,11 +184,9 @@ class Turns:
     def _differences(self, place: list[int]) -> str:
         assert self._group is not None
         local = torch.tensor(place, device=self._device)
-        places = [torch.empty_like(local) for _ in range(self._group.size())]
-        dist.all_gather(places, local, group=self._group)
         ranks: dict[tuple[int, ...], list[int]] = {}
-        for rank, rank_place in enumerate(places):
-            ranks.setdefault(tuple(rank_place.tolist()), []).append(rank)
+        for rank, rank_place in enumerate(of_all_ranks(local, self._group).tolist()):
+            ranks.setdefault(tuple(rank_place), []).append(rank)
         told = "; ".join(_place(numbers, *where) for where, numbers in ranks.items())
         return (
             f"ranks begin different batches: {told}. All ranks must run equal numbers of batches: give their "

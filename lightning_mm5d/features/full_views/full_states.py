@@ -34,6 +34,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import broadcast
 from lightning_mm5d.plan.holdings import DataShards, Holding, Holdings, Part, narrowed
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.collectives import of_all_ranks
 from lightning_mm5d.sharded.remote_value import TELLING, plain
 from lightning_mm5d.stage.payload import NotSent
 from lightning_mm5d.trainer.kept_values import memory_kept
@@ -172,9 +173,7 @@ def hooks_of_all(hooks: list[tuple[Any, str, Any]], group: dist.ProcessGroup | N
     most = torch.tensor(len(codes))
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
     local_codes = torch.tensor([*codes, *[-1] * (int(most) - len(codes))], dtype=torch.int64)
-    every = [torch.empty_like(local_codes) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, local_codes, group)
-    common = set.intersection(*(set(rank_codes.tolist()) for rank_codes in every))
+    common = set.intersection(*map(set, of_all_ranks(local_codes, group).tolist()))
     return [hook for hook, code in zip(hooks, codes, strict=True) if code in common]
 
 
