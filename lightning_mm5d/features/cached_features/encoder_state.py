@@ -202,19 +202,14 @@ def _names_in(types: Iterable[type], method: str) -> set[str]:
         if function is None or function in followed or not is_followed(function):
             continue
         followed.add(function)
-        names = set(_names_of(function.__code__))
+        words = (word for code in codes_in(function.__code__) for word in (*code.co_names, *code.co_consts))
+        names = {word for word in words if isinstance(word, str)}  # constants, too: of getattr
         used_names |= names
         todo += [vars(cls).get(name) for cls in classes for name in names]
         referenced = [function.__globals__.get(name) for name in names]
         todo += referenced
         todo += [vars(module).get(name) for module in referenced if isinstance(module, ModuleType) for name in names]
     return used_names
-
-
-def _names_of(code: CodeType) -> Iterator[str]:
-    for each in codes_in(code):
-        yield from each.co_names
-        yield from (constant for constant in each.co_consts if isinstance(constant, str))  # of getattr
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format, range)
