@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -52,20 +53,18 @@ class Line(TensorGroup):
             source: index in the line.
         """
         buffer = local.detach().contiguous() if self.index == source else local.new_empty(tuple(shape))
-        if self.is_silent or not buffer.numel():
-            return lambda: buffer
-        work = dist.broadcast(buffer, group=self.group, group_src=source, async_op=True)
-        self.moved += buffer.nbytes * (self.size - 1) / self.size  # all ranks but the last pass it on
-        return self._after(work, lambda: buffer)
+        return self._start(partial(dist.broadcast, group_src=source), buffer)
 
     def start_sum_to(self, part: Tensor, target: int) -> Wait:
         """Start to sum `part` over the line to the rank at `target`; it takes the memory of `part`."""
-        part = part.contiguous()
-        if self.is_silent or not part.numel():
-            return lambda: part
-        work = dist.reduce(part, group=self.group, group_dst=target, async_op=True)
-        self.moved += part.nbytes * (self.size - 1) / self.size
-        return self._after(work, lambda: part)
+        return self._start(partial(dist.reduce, group_dst=target), part.contiguous())
+
+    def _start(self, collective: Callable[..., Any], buffer: Tensor) -> Wait:
+        if self.is_silent or not buffer.numel():
+            return lambda: buffer
+        work = collective(buffer, group=self.group, async_op=True)
+        self.moved += buffer.nbytes * (self.size - 1) / self.size  # all ranks but the last pass it on
+        return self._after(work, lambda: buffer)
 
 
 @dataclass(frozen=True)
