@@ -36,7 +36,7 @@ from lightning_mm5d.partition.parts import holds_metrics, hyperparameters, is_li
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.source.order import is_followed
-from lightning_mm5d.source.trees import codes_in, function_of
+from lightning_mm5d.source.trees import closure_of, codes_in, function_of
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward", IN_PLACE}
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -264,7 +264,6 @@ class Contents:
         return self._copied(value)
 
     def _function(self, function: FunctionType) -> Any:
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         return (
             "function",
             function.__module__,
@@ -272,7 +271,7 @@ class Contents:
             self._code(function.__code__),
             self.of(function.__defaults__),
             self.of(function.__kwdefaults__),
-            *((name, self.of(_inside(cell))) for name, cell in cells),
+            *((name, self.of(value)) for name, value in closure_of(function).items()),
         )
 
     def _code(self, code: CodeType) -> Any:
@@ -291,10 +290,3 @@ class Contents:
             return name, reduced
         parts = [list(part) if index > 2 and part is not None else part for index, part in enumerate(reduced)]
         return name, *map(self.of, parts)
-
-
-def _inside(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not yet set
-        return None
