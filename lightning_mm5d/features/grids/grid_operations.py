@@ -182,10 +182,8 @@ class _Product3D(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, cube: Cube) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.cube = cube
-        all_x, all_weight = (
-            cube.output_line.start_gather(x, 0, cube.rows, exact=True),
-            cube.depth.start_gather(weight, cube.dim, cube.lengths, exact=True),
-        )
+        all_x = cube.output_line.start_gather(x, 0, cube.rows, exact=True)
+        all_weight = cube.depth.start_gather(weight, cube.dim, cube.lengths, exact=True)
         full, block = all_x(), all_weight()
         return cube.input_line.sum_scattered(full @ (block if cube.is_conv else block.t()), 0, cube.rows)
 

@@ -345,10 +345,8 @@ class InterleavedMicrobatches(Feature):
         It also refuses stages that hold what they cannot wait for in turns.
         """
         for name, modality in plan.modalities.items():
-            field, count = (
-                f"modalities.{name}.pipeline.interleaved_microbatches",
-                modality.pipeline.interleaved_microbatches,
-            )
+            field = f"modalities.{name}.pipeline.interleaved_microbatches"
+            count = modality.pipeline.interleaved_microbatches
             if count == 1:
                 continue
             if callable(self._schedule) or is_table(self._schedule):
