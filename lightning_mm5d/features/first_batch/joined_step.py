@@ -36,7 +36,7 @@ from lightning_mm5d.data.joining import Sizes, merge
 from lightning_mm5d.data.microbatch import Microbatch, with_tensors
 from lightning_mm5d.data.random_state import kept_random_state, seed_of
 from lightning_mm5d.sharded.remote_value import is_remote, plain
-from lightning_mm5d.sharded.removable import put
+from lightning_mm5d.sharded.removable import meanwhile, put
 from lightning_mm5d.sharded.tensor import written_by
 from lightning_mm5d.sharded.torch_internals import ORIGINALS, version_of
 from lightning_mm5d.stage.payload import detached
@@ -334,15 +334,13 @@ def put_back(module: LightningModule, device: torch.device) -> Iterator[KeptStat
         module: the user's module; its loggers log nothing meanwhile.
         device: whose generators are meant, beside those of the CPU.
     """
-    loggers, state = module.trainer.loggers, KeptState(module)
-    module.trainer.loggers = [DummyLogger() for _ in loggers]
-    try:
-        with kept_random_state(device), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the step has warned already
+    state, loggers = KeptState(module), [DummyLogger() for _ in module.trainer.loggers]
+    with meanwhile(module.trainer, loggers=loggers), kept_random_state(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the step has warned already
+        try:
             yield state
-    finally:
-        state.restore()
-        module.trainer.loggers = loggers
+        finally:
+            state.restore()
 
 
 _ROUNDING, _LOW_ROUNDING = 5e-5, 1e-2  # relative; in half precision and tf32, batches of unlike sizes round unlike

@@ -31,7 +31,7 @@ import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -53,7 +53,7 @@ from lightning_mm5d.schedule import is_table
 from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.collectives import TensorGroup, warn_on_first_rank
 from lightning_mm5d.sharded.remote_value import is_remote
-from lightning_mm5d.sharded.removable import Removable
+from lightning_mm5d.sharded.removable import Removable, meanwhile
 from lightning_mm5d.stage import Runtime
 from lightning_mm5d.stage.written import written
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
@@ -107,25 +107,20 @@ class Copies(Removable):
             scopes: what else belongs to one of them at a time.
             anywhere: whether turns change outside of layers too.
         """
-        turns = self._turns = _Turns([*self._scopes, *scopes], functions, always=anywhere)
+        turns = _Turns([*self._scopes, *scopes], functions, always=anywhere)
         others = [
             threading.Thread(target=turns.run, args=(place, ThreadState(self._device)), name="mm5d-copy", daemon=True)
             for place in range(1, len(functions))
         ]
-        for group in groups:
-            group.hand_over = turns.hand_over
-        try:
+        with ExitStack() as stack, suppress(_Ended):  # an error may leave nobody's turn, so that a thread never ends
+            stack.enter_context(meanwhile(self, _turns=turns))
+            for group in groups:
+                stack.enter_context(meanwhile(group, hand_over=turns.hand_over))
             for thread in others:
                 thread.start()
             turns.run(0)
             for thread in others:
                 thread.join()
-        except _Ended:  # of an error that left nobody's turn, so that a thread may never end
-            pass
-        finally:
-            self._turns = None
-            for group in groups:
-                group.hand_over = None
         return turns.results()
 
     @property
