@@ -98,8 +98,7 @@ class _FullViews(Attached):
         self._shapes = {id(form.parameter): (form.name, form.shape) for form in self._forms}
         self._states = FullStates(self._exchange, self._group, self._device)
         self._opened: set[Kind] = set()
-        self._depth = 0
-        self._is_shown = self._shares = False
+        self._is_entered = self._is_shown = self._shares = False
         self._swapped: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._calls: list[tuple[nn.Module, AbstractContextManager[None]]] = []
         guard.shows_full = not self._forms
@@ -204,16 +203,12 @@ class _FullViews(Attached):
         if not self._forms:
             yield
             return
-        if self._depth:
+        if self._is_entered:
             for kind in opens:
                 self._open(kind)
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
+            yield
             return
-        self._depth, self._shares = 1, shares
+        self._is_entered, self._shares = True, shares
         try:
             self._show()
             for kind in opens:
@@ -221,7 +216,7 @@ class _FullViews(Attached):
             yield
             self._leave(place)
         finally:
-            self._depth = 0
+            self._is_entered = False
             self._restore()
 
     def suspended(self, place: str) -> AbstractContextManager[None]:
@@ -230,16 +225,16 @@ class _FullViews(Attached):
 
     @contextmanager
     def _suspension(self, place: str) -> Iterator[None]:
-        depth, shares = self._depth, self._shares
+        is_entered, shares = self._is_entered, self._shares
         try:
             self._leave(place)
         finally:
             self._restore()
-        self._depth = 0
+        self._is_entered = False
         try:
             yield
         finally:
-            self._depth, self._shares = depth, shares
+            self._is_entered, self._shares = is_entered, shares
             self._show()
 
     def _show(self) -> None:
