@@ -29,7 +29,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from json import JSONDecodeError
 from operator import attrgetter
@@ -504,14 +504,11 @@ class _Loader:
 def _without_progress_bar() -> Iterator[None]:
     from transformers.utils import logging as shown
 
-    if not shown.is_progress_bar_enabled():
+    with ExitStack() as stack:
+        if shown.is_progress_bar_enabled():
+            shown.disable_progress_bar()
+            stack.callback(shown.enable_progress_bar)
         yield
-        return
-    shown.disable_progress_bar()
-    try:
-        yield
-    finally:
-        shown.enable_progress_bar()
 
 
 def _refused(name: str, got: object, why: str) -> ConfigError:
