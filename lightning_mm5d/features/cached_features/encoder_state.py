@@ -31,6 +31,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from lightning_mm5d.checkpoint.module_state import tensors_of
 from lightning_mm5d.partition.compiled import IN_PLACE
 from lightning_mm5d.partition.parts import holds_metrics, hyperparameters, is_lightnings
 from lightning_mm5d.sharded.remote_value import is_remote
@@ -57,8 +58,7 @@ class EncoderState:
     def __init__(self, root: nn.Module, path: str, method: str, owned: Collection[str], device: torch.device) -> None:
         self._root, self._path, self._method, self._device = root, path, method, device
         self._owned = sorted(owned)
-        every = {name for name, _ in root.named_parameters(remove_duplicate=False)}
-        every |= {name for name, _ in root.named_buffers(remove_duplicate=False)}
+        every = {name for name, _ in tensors_of(root)}
         self._inside = _paths_to(self._owned)
         self._mixed = _paths_to(every.difference(owned)) | {""}
         self._hashed: dict[int, tuple[Tensor, int, torch.dtype, str]] = {}
