@@ -33,6 +33,7 @@ from lightning_mm5d.engine.codec import broadcast, bytes_of, receive_tree, send_
 from lightning_mm5d.partition.parts import tensors_of
 from lightning_mm5d.plan.holdings import Holding, Holdings, narrowed
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.collectives import of_all_ranks
 from lightning_mm5d.sharded.remote_value import (
     Guard,
     Origin,
@@ -77,9 +78,7 @@ class BufferState:
             return {}
         now = dict(self._root.named_buffers(remove_duplicate=False))
         local = torch.tensor([self._figures(name, now.get(name)) for name in self._start], device=device)
-        everywhere = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-        dist.all_gather(everywhere, local)
-        by_rank = torch.stack(everywhere).tolist()  # [rank, buffer, (writes, is new, is remote)]
+        by_rank = of_all_ranks(local).tolist()  # [rank, buffer, (writes, is new, is remote)]
         sources: dict[str, int] = {}
         for index, name in enumerate(self._start):
             primary = self._plan.ownership.primary_ranks(name)[0]

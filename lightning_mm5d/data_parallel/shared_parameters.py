@@ -283,14 +283,14 @@ class SharedParameter:
         assert self.whole is not None
         make_open(self.parameter)
         if self.shard.of_experts:
-            _forget_node(self.parameter)
+            forget_node(self.parameter)
         self.parameter.data = self.whole
 
     def show_rows(self) -> None:
         """Let a closed parameter show own rows in a step that computes with them, in the precision of layers."""
         make_open(self.parameter)
         if self._rows is None:
-            _forget_node(self.parameter)
+            forget_node(self.parameter)
             self._rows = self.own_rows.to(self.dtype)
         self.parameter.data = self._rows
         self.shows_rows = True
@@ -351,7 +351,7 @@ class SharedParameter:
         return torch.Size(self.shape).numel() // length * (stop - start)
 
 
-def _forget_node(parameter: nn.Parameter) -> None:
+def forget_node(parameter: nn.Parameter) -> None:
     """Have autograd make a new node that adds up gradients, since that of an older graph expects another shape.
 
     A node lasts as long as any graph that leads to it; data of another dtype lets go of it.

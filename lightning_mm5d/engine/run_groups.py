@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_mm5d.config.errors import RankMismatchError
 from lightning_mm5d.config.features import parts
@@ -40,7 +39,7 @@ from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan, encoding_of
 from lightning_mm5d.plan.sums import sum_groups
 from lightning_mm5d.plan.topology import Topology, pairs_of
-from lightning_mm5d.sharded.collectives import TensorGroup, backend_of
+from lightning_mm5d.sharded.collectives import TensorGroup, backend_of, of_all_ranks
 from lightning_mm5d.sharded.removable import meanwhile
 
 _SHOWN_BYTES = 512  # of a text, in an error
@@ -203,8 +202,8 @@ class Groups:
         if len(set(self._column(_digest("\n".join(plans))))) == 1:
             return
         most = max(self._column(len(plans)))
-        digests = torch.tensor([*map(_digest, plans), *[0] * (most - len(plans))])
-        columns = _gathered(digests, self._device).T.tolist()
+        digests = torch.tensor([*map(_digest, plans), *[0] * (most - len(plans))], device=self._device)
+        columns = of_all_ranks(digests).T.tolist()
         first = next(index for index, column in enumerate(columns) if len(set(column)) > 1)
         texts = gather_texts(plans[first] if first < len(plans) else "no more groups", self._device)
         asked = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
@@ -215,7 +214,7 @@ class Groups:
 
     def _column(self, number: int) -> list[int]:
         """Return the numbers of all ranks; collective."""
-        return _gathered(torch.tensor([number]), self._device)[:, 0].tolist()
+        return of_all_ranks(torch.tensor([number], device=self._device))[:, 0].tolist()
 
 
 def _digest(text: str) -> int:
@@ -268,25 +267,8 @@ def gather_texts(text: str, device: torch.device | None) -> list[str]:
         device: where messages of the default group live; None is host memory.
     """
     data = text.encode()[:_SHOWN_BYTES]
-    rows = _gathered(torch.tensor([*data, *bytes(_SHOWN_BYTES - len(data))], dtype=torch.uint8), device)
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
-
-
-def _gathered(row: Tensor, device: torch.device | None) -> Tensor:
-    """Return the rows of all ranks ``[ranks, length]``, in host memory."""
-    return gathered_rows(row.to(device)).cpu()
-
-
-def gathered_rows(row: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the tensors of all ranks of a group ``[ranks, ...]``; collective.
-
-    Args:
-        row: of this rank, where messages of the group live, of the same shape and dtype on all.
-        group: None for the default group.
-    """
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, row, group=group)
-    return torch.stack(rows)
+    local = torch.tensor([*data, *bytes(_SHOWN_BYTES - len(data))], dtype=torch.uint8, device=device)
+    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in of_all_ranks(local).tolist()]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ counted, so with tight limits no schedule may reach the bound.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from graphlib import TopologicalSorter
@@ -61,7 +62,7 @@ def lower_bound(graph: Graph) -> float:
     jobs = _all_jobs(graph)
     bound = 0.0
     for rank in graph.ranks:
-        mine = [each for index, node in enumerate(graph.nodes) if node.rank == rank for each in jobs[index]]
+        mine = [each for node in graph.nodes if node.rank == rank for each in jobs[node]]
         sides = [(each.duration, each.heads, each.tails) for each in mine if each.heads]
         bound = max(bound, _one_machine(sides), _one_machine([(time, tails, heads) for time, heads, tails in sides]))
     return bound
@@ -83,24 +84,20 @@ def _one_machine(jobs: list[tuple[float, list[float], list[float]]]) -> float:
     return best
 
 
-def _all_jobs(graph: Graph) -> list[tuple[_Jobs, _Jobs, _Jobs]]:
+def _all_jobs(graph: Graph) -> dict[Node, tuple[_Jobs, _Jobs, _Jobs]]:
     """For each node its forwards, input gradients and weight gradients; the latter two are empty without backward."""
-    jobs = []
+    jobs = {}
     for node in graph.nodes:
         last = graph.weight_cost(node)
-        jobs.append((_Jobs(node.forward_cost), _Jobs(node.backward_cost - last), _Jobs(last)))
-    number = {node: index for index, node in enumerate(graph.nodes)}
+        jobs[node] = _Jobs(node.forward_cost), _Jobs(node.backward_cost - last), _Jobs(last)
     order = [*TopologicalSorter({stage: graph.predecessors(stage) for stage in graph.stages}).static_order()]
-    nodes = [(node, *jobs[number[node]]) for stage in order for node in graph.instances(stage)]
+    nodes = [(node, *jobs[node]) for stage in order for node in graph.instances(stage)]
 
     def others(node: Node, stages: Iterable[StageKey], kind: int) -> Iterator[list[tuple[_Jobs, int]]]:
         """For each stage, the jobs of the instances that share microbatches with ``node``, and how many they share."""
         for stage in stages:
-            shared: dict[Node, int] = {}
-            for m in node.microbatches:
-                instance = graph.node_of(stage, m)
-                shared[instance] = shared.get(instance, 0) + 1
-            yield [(jobs[number[other]][kind], count) for other, count in shared.items()]
+            shared = Counter(graph.node_of(stage, m) for m in node.microbatches)
+            yield [(jobs[other][kind], count) for other, count in shared.items()]
 
     for node, forward, _, _ in nodes:
         sources = [_ends(theirs) for theirs in others(node, graph.predecessors(node.stage), 0)]

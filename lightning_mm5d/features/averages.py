@@ -11,7 +11,7 @@ made before the module was built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,8 +39,23 @@ class CutAverages(Feature):
     """Cuts the averages of callbacks as the module is cut."""
 
     def check_callbacks(self, callbacks: Sequence[pl.Callback], plan: Plan) -> None:
-        """Refuse averages of an element that depend on others, where ranks hold parts of parameters."""
-        _check_averages(callbacks, plan)
+        """Refuse averages of an element that depend on others, where ranks hold parts of parameters.
+
+        Raises:
+            ConfigError: an averaging function is of that kind.
+        """
+        of_parts = bool(plan.division.shards) or DataShards(plan).exist
+        for callback in callbacks:
+            for name, function in _functions(callback).items():
+                sees_parts = of_parts or (plan.topology.edges and name == "multi_avg_fn")
+                if sees_parts and not _is_elementwise(name, function):
+                    raise ConfigError(
+                        f"callbacks.{type(callback).__name__}.{name}",
+                        getattr(function, "__qualname__", type(function).__name__),
+                        "Its average of an element depends on other elements, and ranks hold parts of the parameters",
+                        "Average element by element, such as get_ema_avg_fn(decay), or use one stage, tp_size=1 and "
+                        "zero_stage=0",
+                    )
 
     def attach(self, running: Running) -> Attached:
         """Cut the copies; collective."""
@@ -96,27 +111,6 @@ class _Averages(Attached):
             elif tensor.shape != tensors[name].shape:
                 shape = tensors[name].shape
                 tensor.data = holdings.of(name, self._rank, shape).cut(tensor.detach(), tensor.new_empty(shape))
-
-
-def _check_averages(callbacks: Iterable[pl.Callback], plan: Plan) -> None:
-    """Refuse averages of an element that depend on others, where ranks hold parts of parameters.
-
-    Raises:
-        ConfigError: an averaging function is of that kind.
-    """
-    of_parts = bool(plan.division.shards) or DataShards(plan).exist
-    for callback in callbacks:
-        for name, function in _functions(callback).items():
-            if not (of_parts or (plan.topology.edges and name == "multi_avg_fn")):
-                continue
-            if not _is_elementwise(name, function):
-                raise ConfigError(
-                    f"callbacks.{type(callback).__name__}.{name}",
-                    getattr(function, "__qualname__", type(function).__name__),
-                    "Its average of an element depends on other elements, and ranks hold parts of the parameters",
-                    "Average element by element, such as get_ema_avg_fn(decay), or use one stage, tp_size=1 and "
-                    "zero_stage=0",
-                )
 
 
 def _functions(callback: pl.Callback) -> dict[str, Callable[..., Any]]:

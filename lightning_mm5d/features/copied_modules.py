@@ -18,8 +18,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import nn
-from torchmetrics import Metric, MetricCollection
 
+from lightning_mm5d.partition.parts import holds_metrics
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.stage import StageError
@@ -51,11 +51,10 @@ class CopiedModules(Attached):
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
-        modules = {
-            path: child for path, child in module.named_modules() if not isinstance(child, (Metric, MetricCollection))
-        }
         self._before = {
-            path: (child, _attributes(child)) for path, child in modules.items() if path and not hasattr(child, _COPY)
+            path: (child, _attributes(child))
+            for path, child in module.named_modules()
+            if path and not holds_metrics(child) and not hasattr(child, _COPY)
         }
 
     def attach(self, guard: Guard) -> None:

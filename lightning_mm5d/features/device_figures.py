@@ -11,12 +11,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import DeviceStatsMonitor
 
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course, Recorder
 from lightning_mm5d.expert_parallel import Load
-from lightning_mm5d.sharded.collectives import message_device
+from lightning_mm5d.sharded.collectives import message_device, of_all_ranks
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 
 
@@ -91,11 +90,9 @@ class _Figures(Attached, AroundSteps, AroundStep):
         loads = LoadFigures.of(self._experts.loads().values()) if self._experts else LoadFigures()
         figures = [*self._recorder.shares(), self._sent - before, self._peak(), *loads]
         local_figures = torch.tensor(figures, dtype=torch.float64, device=self._wire)
-        gathered = [torch.empty_like(local_figures) for _ in self._stages]
-        dist.all_gather(gathered, local_figures)
         self._figures = {
             f"mm5d/rank{rank}/{stage}/{name}": value
-            for rank, (stage, values) in enumerate(zip(self._stages, torch.stack(gathered).tolist(), strict=True))
+            for rank, (stage, values) in enumerate(zip(self._stages, of_all_ranks(local_figures).tolist(), strict=True))
             for name, value in zip(_NAMES, values, strict=True)
             if value or name not in LoadFigures._fields  # ranks without experts have none
         }

@@ -101,7 +101,12 @@ def rest_of_shards(
     if not is_shared and SEED not in epoch.begun and len(solo) in (0, len(segments)):
         return [_later(indices, segments) for _ in shards]
     if is_shared and type(leaf) not in MOVABLE:
-        raise _unrepeatable(indices, segments, num_shards, f"a sampler of class {type(leaf).__name__}")
+        got = f"{type(indices).__name__} with {num_shards} replicas, and before {segments[-1][0]}"
+        rule = (
+            "This epoch was begun with another number of replicas or another batch size, and a sampler of class "
+            f"{type(leaf).__name__} cannot be drawn again to find what is left"
+        )
+        raise ConfigError("dataloader", got, rule, "Keep both, or go on from a checkpoint of the end of an epoch")
     leaf = indices if leaf is None else leaf
     drop_last = getattr(leaf, "drop_last", False)
     items = _shared_order(loader, indices, leaf, epoch) if not solo else _own_order(loader, indices, leaf, solo, epoch)
@@ -201,12 +206,3 @@ def _without(items: list[Any], consumed: Counter[Any]) -> list[Any]:
         else:
             left.append(item)
     return left
-
-
-def _unrepeatable(indices: Any, segments: Sequence[Segment], num_shards: int, what: str) -> ConfigError:
-    got = f"{type(indices).__name__} with {num_shards} replicas, and before {segments[-1][0]}"
-    rule = (
-        f"This epoch was begun with another number of replicas or another batch size, and {what} cannot be drawn again "
-        "to find what is left"
-    )
-    return ConfigError("dataloader", got, rule, "Keep both, or go on from a checkpoint of the end of an epoch")

@@ -56,13 +56,11 @@ def describe(module: nn.Module, *owners: Any) -> dict[str, Any]:
         module: the LightningModule, whole or cut; before it is cut, ties that only memory shows are seen too.
         owners: further objects whose attributes may be processors, for instance the datamodule.
     """
-    record: dict[str, Any] = {"version": VERSION, "models": [], "processors": [], "same": []}
     state = module.state_dict(keep_vars=True)
-    record["models"] = [_model(path, model, state) for path, model in _outermost(module)]
-    record["processors"] = [_processor(name, each) for name, each in _processors((module, *owners))]
-    if record["models"]:
-        record["same"] = [names for names in _shared(state) if len(names) > 1]
-    return record
+    models = [_model(path, model, state) for path, model in _outermost(module)]
+    processors = [_processor(name, each) for name, each in _processors((module, *owners))]
+    same = [names for names in _shared(state) if len(names) > 1] if models else []
+    return {"version": VERSION, "models": models, "processors": processors, "same": same}
 
 
 def with_record(checkpoint: MutableMapping[str, Any], record: Mapping[str, Any]) -> None:
@@ -277,17 +275,16 @@ def _processors(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 def _processor(name: str, processor: Any) -> dict[str, Any]:
     """Its class and its files, compressed, in base64; no files where it cannot be saved."""
-    files: dict[str, str] = {}
+    record: dict[str, Any] = {"path": name, "class": type(processor).__name__, "files": {}}
     with tempfile.TemporaryDirectory() as folder:
         try:
             processor.save_pretrained(folder)
         except Exception:  # some need files that are not there, or libraries
-            return {"path": name, "class": type(processor).__name__, "files": {}}
+            return record
         paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         if sum(path.stat().st_size for path in paths) <= _MOST_FILES:
-            for path in paths:
-                files[path.relative_to(folder).as_posix()] = _packed(path.read_bytes())
-    return {"path": name, "class": type(processor).__name__, "files": files}
+            record["files"] = {path.relative_to(folder).as_posix(): _packed(path.read_bytes()) for path in paths}
+    return record
 
 
 def _packed(content: bytes) -> str:

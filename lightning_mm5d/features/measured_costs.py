@@ -18,13 +18,13 @@ import statistics
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course, Recorder
 from lightning_mm5d.partition import stage_costs
 from lightning_mm5d.schedule import SCHEDULES, UNSPLIT_SCHEDULES, Kind
 from lightning_mm5d.schedule.graph import StageKey
+from lightning_mm5d.sharded.collectives import of_all_ranks
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.optimization import AroundUpdates
 
@@ -102,10 +102,7 @@ class _Measured(Attached, AroundSteps, AroundUpdates):
                 seconds.setdefault((action.stage, action.kind), []).append(end - start)
         recorders.clear()
         local_medians = [[statistics.median(seconds.get((stage, kind), [0.0])) for kind in _KINDS] for stage in stages]
-        table = torch.tensor(local_medians, dtype=torch.float64)
-        tables = [torch.empty_like(table) for _ in range(plan.layout.size)]
-        dist.all_gather(tables, table, group=host)
-        several = torch.stack(tables)
+        several = of_all_ranks(torch.tensor(local_medians, dtype=torch.float64), host)
         several[several == 0] = torch.nan
         medians = several.nanmedian(dim=0).values.nan_to_num().tolist()
         if all(forward for forward, *_ in medians):

@@ -82,6 +82,18 @@ def waits_on_device(device: torch.device, group: dist.ProcessGroup | None = None
     return backend_of(device, group) not in (None, "gloo")
 
 
+def of_all_ranks(local: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return what the ranks of a group have, ``[ranks, ...]``; collective.
+
+    Args:
+        local: what this rank has, of the same shape and dtype on all of them, where messages of the group live.
+        group: as for `backend_of`.
+    """
+    everywhere = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everywhere, local, group)
+    return torch.stack(everywhere)
+
+
 def warn_on_first_rank(message: str) -> None:
     """Warn on rank 0, or in a process without other ranks."""
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -13,6 +13,7 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from types import CodeType, FunctionType
 from typing import Any, TypeGuard
 
@@ -107,6 +108,15 @@ def names(function: FunctionType, variables: bool = True) -> frozenset[str] | No
     named = [pair for node in ast.walk(tree) if node is not tree for pair in _named(node)]
     local = frozenset() if variables else {name for name, kind in named if kind == "variable"}
     return frozenset(name for name, kind in named if kind == "attribute" or name not in local)
+
+
+def closure_of(function: FunctionType) -> dict[str, Any]:
+    """Return what the free variables of a function hold, by name; None for those that are not bound yet."""
+    values = dict.fromkeys(function.__code__.co_freevars)
+    for name, cell in zip(values, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it is empty
+            values[name] = cell.cell_contents
+    return values
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:

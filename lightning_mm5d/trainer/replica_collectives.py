@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
 from lightning_mm5d.config.errors import ConfigError, private
-from lightning_mm5d.engine.run_groups import gathered_rows
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.sharded.collectives import carried
+from lightning_mm5d.sharded.collectives import carried, of_all_ranks
 from lightning_mm5d.sharded.remote_value import settled
 from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.stage import Runtime
@@ -102,7 +101,7 @@ class ReplicaCollectives:
         local = carried(tensor if sync_grads else tensor.detach(), self._loss_group)
         if sync_grads:
             return torch.stack(list(all_gather(local, self._loss_group))).to(tensor.device)
-        return gathered_rows(local, self._loss_group).to(tensor.device)
+        return of_all_ranks(local, self._loss_group).to(tensor.device)
 
 
 class DataloaderHooks(Removable):

@@ -39,8 +39,7 @@ from lightning_mm5d.data.random_state import (
 )
 from lightning_mm5d.data.resumable import Position, Resumable
 from lightning_mm5d.engine.codec import receive_tree, send_tree
-from lightning_mm5d.engine.run_groups import gathered_rows
-from lightning_mm5d.sharded.collectives import message_device
+from lightning_mm5d.sharded.collectives import message_device, of_all_ranks
 
 KEY, RESUME = "lightning_mm5d", "resume"
 """``checkpoint[KEY]`` is all that a checkpoint says beside Lightning's own; ``[RESUME]`` of it what is said here."""
@@ -354,7 +353,7 @@ def _all_gathered(state: Tensor, wire: torch.device) -> Tensor:
     """Return the states of all ranks ``[ranks, bytes]``; collective."""
     if not dist.is_initialized():
         return state[None]
-    return gathered_rows(state.to(wire)).cpu()
+    return of_all_ranks(state.to(wire)).cpu()
 
 
 def _gathered(position: Position, wire: torch.device) -> Position:

@@ -29,8 +29,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_mm5d.config.errors import RankMismatchError, private
 from lightning_mm5d.data.random_state import CPU
-from lightning_mm5d.engine.run_groups import gathered_rows
 from lightning_mm5d.monitor.verdict import named
+from lightning_mm5d.sharded.collectives import of_all_ranks
 from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.trainer.checkpoints import Checkpoints
 from lightning_mm5d.trainer.guard import position
@@ -175,9 +175,9 @@ class Turns(Removable):
 
     def _differences(self, place: list[int]) -> str:
         assert self._group is not None
-        places = gathered_rows(torch.tensor(place, device=CPU), self._group).tolist()
+        local = torch.tensor(place, device=CPU)
         ranks: dict[tuple[int, ...], list[int]] = {}
-        for rank, rank_place in enumerate(places):
+        for rank, rank_place in enumerate(of_all_ranks(local, self._group).tolist()):
             ranks.setdefault(tuple(rank_place), []).append(rank)
         told = "; ".join(_place(numbers, *where) for where, numbers in ranks.items())
         return (

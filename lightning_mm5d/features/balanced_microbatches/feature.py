@@ -61,15 +61,14 @@ class BalancedMicrobatches(Feature):
 
     def attach(self, running: Running) -> Attached | None:
         """Deal the samples of all batches that are split."""
-        return _Dealing(running) if self._is_on else None
-
-
-class _Dealing(Attached):
-    def __init__(self, running: Running) -> None:
+        if not self._is_on:
+            return None
         plan, layout = running.plan, running.plan.layout
         takes_turns = any(axes.dp > layout.num_replicas for axes in layout.axes.values())
         dealer = partial(in_line, fills=bool(plan.topology.edges) and not takes_turns)
-        self.put_attribute(running.steps.batch_parts, "dealer", dealer)
+        dealing = Attached()
+        dealing.put_attribute(running.steps.batch_parts, "dealer", dealer)
+        return dealing
 
 
 FEATURE = BalancedMicrobatches

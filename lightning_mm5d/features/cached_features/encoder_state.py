@@ -21,6 +21,7 @@ import builtins
 import copyreg
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import cached_property
 from inspect import getattr_static, isfunction
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -35,7 +36,7 @@ from lightning_mm5d.partition.parts import holds_metrics, hyperparameters, is_li
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.source.order import is_followed
-from lightning_mm5d.source.trees import codes_in, function_of
+from lightning_mm5d.source.trees import closure_of, codes_in, function_of
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward", IN_PLACE}
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -59,7 +60,6 @@ class EncoderState:
         every = {name for name, _ in tensors_of(root)}
         self._inside = _paths_to(self._owned)
         self._mixed = _paths_to(every.difference(owned)) | {""}
-        self._named: frozenset[str] | None = None
         self._hashed: dict[int, tuple[Tensor, int, torch.dtype, str]] = {}
         self._others: dict[int, EncoderState] = {}
 
@@ -122,7 +122,7 @@ class EncoderState:
             yield path, module
             for name, child in module.named_children():
                 full = f"{path}.{name}" if path else name
-                is_used = path not in self._mixed or isinstance(module, _CONTAINERS) or name in self._names()
+                is_used = path not in self._mixed or isinstance(module, _CONTAINERS) or name in self._names
                 if full in self._inside or (is_used and not holds_metrics(child)):
                     todo.append((full, child))
 
@@ -140,7 +140,7 @@ class EncoderState:
             values["hparams"] = hparams
         values["training"] = module.training
         if path in self._mixed:
-            values = {name: value for name, value in values.items() if name in self._names()}
+            values = {name: value for name, value in values.items() if name in self._names}
         named_contents = []
         for name, value in values.items():
             try:
@@ -149,13 +149,12 @@ class EncoderState:
                 raise ValueError(f"{path}.{name}".lstrip(".") + f" holds {error}") from None
         return named_contents
 
-    def _names(self) -> frozenset[str]:
-        """Return all names in the code of the boundary, and in the code of the methods and functions that it calls."""
-        if self._named is None:
-            inside = self._root.get_submodule(self._path).named_modules(prefix=self._path)
-            types = {type(part) for path, part in inside if path == self._path or path in self._inside & self._mixed}
-            self._named = frozenset(_names_in(types, self._method))
-        return self._named
+    @cached_property
+    def _names(self) -> set[str]:
+        """All names in the code of the boundary, and in the code of the methods and functions that it calls."""
+        inside = self._root.get_submodule(self._path).named_modules(prefix=self._path)
+        types = {type(part) for path, part in inside if path == self._path or path in self._inside & self._mixed}
+        return _names_in(types, self._method)
 
     def _other_module(self, module: nn.Module) -> Any:
         """What stands for a module that an attribute holds: its path, or what it holds where it has none."""
@@ -202,19 +201,14 @@ def _names_in(types: Iterable[type], method: str) -> set[str]:
         if function is None or function in followed or not is_followed(function):
             continue
         followed.add(function)
-        names = set(_names_of(function.__code__))
+        words = (word for code in codes_in(function.__code__) for word in (*code.co_names, *code.co_consts))
+        names = {word for word in words if isinstance(word, str)}  # constants, too: of getattr
         used_names |= names
         todo += [vars(cls).get(name) for cls in classes for name in names]
         referenced = [function.__globals__.get(name) for name in names]
         todo += referenced
         todo += [vars(module).get(name) for module in referenced if isinstance(module, ModuleType) for name in names]
     return used_names
-
-
-def _names_of(code: CodeType) -> Iterator[str]:
-    for each in codes_in(code):
-        yield from each.co_names
-        yield from (constant for constant in each.co_consts if isinstance(constant, str))  # of getattr
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format, range)
@@ -238,7 +232,7 @@ class Contents:
         Raises:
             ValueError: it holds something whose content cannot be known.
         """
-        if value is None or type(value) in _PLAIN or isinstance(value, (torch.dtype, torch.layout)):
+        if value is None or type(value) in _PLAIN:
             return type(value).__name__, repr(value)
         if isinstance(value, torch.device):
             return "device", value.type
@@ -269,7 +263,6 @@ class Contents:
         return self._copied(value)
 
     def _function(self, function: FunctionType) -> Any:
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         return (
             "function",
             function.__module__,
@@ -277,7 +270,7 @@ class Contents:
             self._code(function.__code__),
             self.of(function.__defaults__),
             self.of(function.__kwdefaults__),
-            *((name, self.of(_inside(cell))) for name, cell in cells),
+            *((name, self.of(value)) for name, value in closure_of(function).items()),
         )
 
     def _code(self, code: CodeType) -> Any:
@@ -296,10 +289,3 @@ class Contents:
             return name, reduced
         parts = [list(part) if index > 2 and part is not None else part for index, part in enumerate(reduced)]
         return name, *map(self.of, parts)
-
-
-def _inside(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not yet set
-        return None

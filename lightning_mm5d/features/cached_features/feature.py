@@ -63,7 +63,7 @@ from lightning_mm5d.partition.parts import is_in, is_metric
 from lightning_mm5d.partition.step_uses import Boundary
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import is_remote
-from lightning_mm5d.sharded.removable import Removable
+from lightning_mm5d.sharded.removable import Removable, meanwhile
 from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.payload import NotSent, Packer, rebuild, tensors_in
@@ -215,18 +215,13 @@ class _CachedCall:
     def _computed(self, original: Compute, args: Any, kwargs: Any) -> Any:
         """Call the boundary; refuse a call that does more than give features, or gives others each time."""
         path, run = self._boundary.path, self._runtime.active
-        draws = None if run is None else run.draws
-        if run is not None:
-            run.draws = None  # its layers would begin a stream of their own, and must not draw from any
+        # its layers would begin a stream of their own, and must not draw from any
+        drawing = nullcontext() if run is None else meanwhile(run, draws=None)
         drawn = pack_states(all_states(self._device))
         before, buffers, updates = attributes(self.module, path), self._buffers(), self._updates()
         # nothing here is trained, so no graph is kept, and what depends on something else that is trained shows
-        with nullcontext() if torch.is_inference_mode_enabled() else torch.enable_grad():
-            try:
-                result = original(*args, **kwargs)
-            finally:
-                if run is not None:
-                    run.draws = draws
+        with drawing, nullcontext() if torch.is_inference_mode_enabled() else torch.enable_grad():
+            result = original(*args, **kwargs)
         if not torch.equal(drawn, pack_states(all_states(self._device))):
             raise self._refused(
                 "The encoder draws random numbers, as a dropout does, so that its features are others each time",

@@ -332,10 +332,9 @@ class CompressedSum:
     ) -> None:
         self._group, self._compression, self._seed = group, compression, seed
         self._lengths, self._dtype = even_lengths(flat.numel(), group.size()), flat.dtype
-        arriving = [self._lengths[group.rank()]] * group.size()
         chunks = flat.split(self._lengths)
         self._under_way: CompressedScatter | CompressedGather | None
-        self._under_way = CompressedScatter(chunks, group, compression, seed=seed, arriving=arriving)
+        self._under_way = CompressedScatter(chunks, group, compression, seed=seed)
         self.moved = self._under_way.moved
         self._total = flat if in_place else torch.empty_like(flat)
 

@@ -34,6 +34,8 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -117,7 +119,7 @@ def _untied(module: nn.Module) -> Iterator[list[Tensor]]:
 
 def _initialize(module: nn.Module, path: str, wanted: set[int], parts: Mapping[int, list[Any]]) -> None:
     """Run the initialisers of a module's children, then its own."""
-    if not any(id(tensor) in wanted for tensor in _tensors(module)):
+    if not any(id(tensor) in wanted for tensor in chain(module.parameters(), module.buffers())):
         return
     if hasattr(module, "adapter_layer_names"):
         rule = "The constructor of a peft layer sets its matrices together, and cannot be repeated"
@@ -168,11 +170,6 @@ def _parts(module: nn.Module) -> list[Any]:
         (name, parametrize.type_before_parametrizations(part)) for name, part in module.named_modules()
     ]
     return modules + [(names, kind, t.shape, t.dtype) for names, kind, t in tensors_of(module)]
-
-
-def _tensors(module: nn.Module) -> Iterable[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _initializer(module: nn.Module) -> Callable[[], Any] | None:
@@ -265,7 +262,7 @@ class ModuleWeights:
 
     def _put(self, names: tuple[str, ...], value: Tensor) -> None:
         """Give a tensor without memory what this rank holds of its full value."""
-        tensor = _tensor(self._module, names[0])
+        tensor = attrgetter(names[0])(self._module)
         if is_remote(tensor):
             return
         value = value.to(tensor.dtype)
@@ -288,21 +285,6 @@ def _local_shape(holding: Holding) -> tuple[int, ...]:
     return holding.owned if holding.rows is not None and holding.rows.stage == 3 else holding.local
 
 
-def make_in_full(root: nn.Module, recorded: Sequence[DeferredWeights]) -> None:
-    """Give all tensors without memory their full values."""
-    fill = filling(root)
-
-    def put(names: tuple[str, ...], value: Tensor) -> None:
-        fill(names, value.to(_tensor(root, names[0]).dtype))
-
-    for weights in with_unrecorded(root, recorded):
-        weights.materialize(root, put)
-        stored = weights.stored
-        for names, _ in weights.tensors:
-            if names[0] in stored:
-                put(names, stored[names[0]].read())
-
-
 def with_unrecorded(root: nn.Module, recorded: Sequence[DeferredWeights]) -> list[DeferredWeights]:
     """Return `recorded`, and how tensors of the meta device are initialised that nobody recorded.
 
@@ -316,13 +298,6 @@ def with_unrecorded(root: nn.Module, recorded: Sequence[DeferredWeights]) -> lis
         if kind != "attribute" and tensor.is_meta and known.isdisjoint(names)
     ]
     return [*recorded, *([initialize_meta(root, unknown)] if unknown else [])]
-
-
-def _tensor(root: nn.Module, name: str) -> Tensor:
-    path, _, attribute = name.rpartition(".")
-    tensor = getattr(root.get_submodule(path), attribute)
-    assert isinstance(tensor, Tensor), name
-    return tensor
 
 
 class Recording(Construction):
@@ -363,7 +338,17 @@ class Recording(Construction):
 
     @override
     def make_in_full(self, module: pl.LightningModule) -> None:
-        make_in_full(module, self._deferred(module))
+        fill = filling(module)
+
+        def put(names: tuple[str, ...], value: Tensor) -> None:
+            fill(names, value.to(attrgetter(names[0])(module).dtype))
+
+        for weights in with_unrecorded(module, self._deferred(module)):
+            weights.materialize(module, put)
+            stored = weights.stored
+            for names, _ in weights.tensors:
+                if names[0] in stored:
+                    put(names, stored[names[0]].read())
 
     @override
     def forget(self) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,7 @@ from lightning_mm5d.features.deferred_init.recorded import (
     leaves,
     mapped,
 )
+from lightning_mm5d.sharded.removable import put
 
 SEQUENCES = list | tuple | range | np.ndarray
 READERS = frozenset(
@@ -74,19 +75,17 @@ class DeferredInit(TorchDispatchMode):
 
     def __enter__(self) -> DeferredInit:
         super().__enter__()
-        self._answers.__enter__()
-        self._hook = register_module_parameter_registration_hook(self._take_memory)
-        self._trunc_normal = private(nn.init, "_no_grad_trunc_normal_")
-        setattr(nn.init, "_no_grad_trunc_normal_", self._record_trunc_normal)  # noqa: B010
+        self._beside = ExitStack()
+        self._beside.enter_context(self._answers)
+        self._beside.callback(register_module_parameter_registration_hook(self._take_memory).remove)
+        private(nn.init, "_no_grad_trunc_normal_")  # raises where it has moved
+        self._beside.callback(put(nn.init, "_no_grad_trunc_normal_", self._record_trunc_normal))
         self._streaming = Streaming(self.read_from)
-        self._streaming.__enter__()
+        self._beside.enter_context(self._streaming)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._streaming.__exit__(*exception)
-        setattr(nn.init, "_no_grad_trunc_normal_", self._trunc_normal)  # noqa: B010
-        self._hook.remove()
-        self._answers.__exit__(*exception)
+        self._beside.__exit__(*exception)
         super().__exit__(*exception)
         self._journal.close()
 
@@ -134,9 +133,9 @@ class DeferredInit(TorchDispatchMode):
             Operation(recipe.read, (), {}, (view,), frozenset(), memories, memories, None, torch.get_default_dtype())
         )
 
-    def is_deferred(self, tensor: Tensor) -> bool:
-        """Whether the contents of a tensor are recorded here."""
-        return self._memories.holds(tensor)
+    def is_deferred(self, item: Any) -> bool:
+        """Whether something is a tensor whose contents are recorded here."""
+        return isinstance(item, Tensor) and self._memories.holds(item)
 
     def device_of(self, tensor: Tensor) -> torch.device:
         """The device that a deferred tensor stands for."""
@@ -207,9 +206,7 @@ class DeferredInit(TorchDispatchMode):
     def _run_for_real(self, call: Call) -> Any:
         """Run a call with the contents that deferred tensors have now; its results are real."""
         name = str(call.function)
-        args, kwargs = call.mapped(
-            lambda t: self._journal.value(t, name) if isinstance(t, Tensor) and self.is_deferred(t) else t
-        )
+        args, kwargs = call.mapped(lambda t: self._journal.value(t, name) if self.is_deferred(t) else t)
         return call.function(*args, **(kwargs | ({"device": CPU} if kwargs.get("device") == META else {})))
 
     def _record_trunc_normal(self, tensor: Tensor, *args: Any, generator: Generator | None = None) -> Tensor:
@@ -292,13 +289,13 @@ class OrdinaryAnswers(TorchFunctionMode):
 
     def __init__(self, recorder: DeferredInit) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._recorder, self._is_deferred = recorder, recorder.is_deferred
         self._handlers: dict[Any, Callable[..., Any]] = {
             private(Tensor.device, "__get__"): lambda t, *_: recorder.device_of(t),
             private(Tensor.is_meta, "__get__"): lambda *_: False,
             private(Tensor.is_cpu, "__get__"): lambda t, *_: recorder.device_of(t).type == "cpu",
             private(Tensor.is_cuda, "__get__"): lambda t, *_: recorder.device_of(t).type == "cuda",
-            Tensor.cpu: self._cpu,
+            Tensor.cpu: lambda t, *_, **__: self._to(t, CPU),
             Tensor.to: self._to,
             Tensor.new_tensor: self._new_tensor,
             Tensor.set_: self._set,
@@ -320,12 +317,6 @@ class OrdinaryAnswers(TorchFunctionMode):
             name = function.__name__
             args = mapped(lambda t: self._recorder.value(t, name) if self._is_deferred(t) else t, tuple(args))
         return function(*args, **kwargs)
-
-    def _is_deferred(self, item: Any) -> bool:
-        return isinstance(item, Tensor) and self._recorder.is_deferred(item)
-
-    def _cpu(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self._to(tensor, torch.device("cpu"))
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`Tensor.to`, where the device that a tensor pretends to be on is no other device."""

@@ -24,6 +24,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.features.deferred_init.journal import Replay, sliced
 from lightning_mm5d.features.deferred_init.pretrained import Cast, Recipe
 from lightning_mm5d.features.deferred_init.recorded import Memory, Operation, View, default_generator
+from lightning_mm5d.source.trees import closure_of
 
 Kind = Literal["parameter", "buffer", "attribute"]
 # Objects of these packages hold no tensors that a constructor of user code made, or the whole run.
@@ -232,17 +233,9 @@ def _within(value: Any) -> Iterable[tuple[object, Any]]:
     if isinstance(value, functools.partial):
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
     if isinstance(value, FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        return [(name, cell.cell_contents) for name, cell in cells if _is_filled(cell)]
+        return closure_of(value).items()
     if isinstance(value, MethodType):
         return [("__self__", value.__self__)]
     if isinstance(value, type | ModuleType) or type(value).__module__.partition(".")[0] in SKIPPED_PACKAGES:
         return ()
     return list(getattr(value, "__dict__", {}).items())
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False

@@ -40,9 +40,6 @@ from lightning_mm5d.features.deferred_init.recorded import (
     unmoved,
 )
 
-# Random operators that draw as many numbers as their inputs' values demand.
-DRAWS_BY_VALUE = ("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -51,11 +48,6 @@ class Step:
     index: int
     operation: Operation
     dropped: bool
-
-    @property
-    def draws_by_value(self) -> bool:
-        """Whether the values of its arguments tell how many numbers it draws."""
-        return any(name in self.operation.name for name in DRAWS_BY_VALUE)
 
     @property
     def touched(self) -> frozenset[int]:
@@ -77,9 +69,7 @@ def sliced(operations: Sequence[Operation], wanted: Iterable[int], draws: bool) 
         needed = not live.isdisjoint(operation.writes)
         if not needed and not (draws and operation.draw):
             continue
-        step = Step(index, operation, dropped=not needed)
-        if not needed and step.draws_by_value:
-            step = Step(index, operation, dropped=False)
+        step = Step(index, operation, dropped=not needed and not operation.draws_by_value)
         if not step.dropped:
             live -= operation.overwrites
             live |= operation.reads
@@ -122,8 +112,9 @@ class Replay:
         memories: every recorded memory.
         steps: what to run, from `sliced`.
         generators: for each random source, the generator to draw from; it already has its first state.
-        known: states of the generators at each random operation; none means that they draw from one stream.
-        noted: where to note these states.
+        states: of the generators at random operations.
+        repeats: whether each random operation draws from the state that `states` has; else they draw from one stream.
+        notes: whether the states of all random operations are noted there; else only those that later ones need.
         final: called with each memory of `wanted` once it is final.
         wanted: the memories that are asked for.
     """
@@ -133,10 +124,10 @@ class Replay:
     generators: Sequence[Generator]
     wanted: frozenset[int]
     final: Callable[[int, UntypedStorage], None]
-    known: States | None = None
-    noted: States | None = None
+    states: States = field(default_factory=States)
+    repeats: bool = False
+    notes: bool = False
     _storages: dict[int, UntypedStorage] = field(default_factory=dict)
-    _after: dict[int, Tensor] = field(default_factory=dict)
 
     def run(self, ends: Mapping[int, Tensor | int] | None = None) -> None:
         """Run all steps, then give generators the states of `ends`, by the index of their source."""
@@ -155,10 +146,8 @@ class Replay:
             for position, step in enumerate(steps):
                 self._run(step)
                 draw = step.operation.draw
-                if draw and (step.index in marks or self.noted is not None):
-                    (self.noted.after if self.noted else self._after)[step.index] = self.generators[
-                        draw.source
-                    ].get_state()
+                if draw and (step.index in marks or self.notes):
+                    self.states.after[step.index] = self.generators[draw.source].get_state()
                 for memory in step.touched:
                     if last[memory] == position:
                         self._hand_over(memory)
@@ -213,18 +202,16 @@ class Replay:
         draw = step.operation.draw
         assert draw is not None
         generator = self.generators[draw.source]
-        if self.known is not None:
-            generator.set_state(self.known.before[step.index])
+        if self.repeats:
+            generator.set_state(self.states.before[step.index])
         elif draw.restore is not None:
             generator.set_state(self._state(draw.restore))
-        if self.noted is not None:
-            self.noted.before[step.index] = generator.get_state()
+        if self.notes:
+            self.states.before[step.index] = generator.get_state()
         return generator
 
     def _state(self, restore: Tensor | int) -> Tensor:
-        if not isinstance(restore, int):
-            return restore
-        return self._after[restore] if self.noted is None else self.noted.after[restore]
+        return self.states.after[restore] if isinstance(restore, int) else restore
 
     def _keep(self, operation: Operation, view: View, fresh: Tensor, inputs: set[int]) -> None:
         """Make the memory of a result, by taking over what was made where it has the recorded geometry."""
@@ -346,7 +333,7 @@ class Journal:
                 self.read_by = self.read_by or asked_by
                 self._draw_until_now(table, asked_by)
             wanted = frozenset([view.memory])
-            Replay(table, steps, generators, wanted, lambda _, s: storages.append(s), known=self._states).run()
+            Replay(table, steps, generators, wanted, lambda _, s: storages.append(s), self._states, repeats=True).run()
         return view.tensor(storages[0])
 
     def _draw_until_now(self, table: dict[int, Memory], asked_by: str) -> None:
@@ -357,7 +344,7 @@ class Journal:
             if operation.draw
         ]
         for step in steps:
-            if step.draws_by_value:
+            if step.operation.draws_by_value:
                 raise ConfigError(
                     "configure_model",
                     f"{asked_by} of a random value, after {step.operation.name}",
@@ -368,7 +355,7 @@ class Journal:
         for source in self.sources:
             source.generator.set_state(self._reached.get(source.index, source.start))
         generators = [source.generator for source in self.sources]
-        Replay(table, steps, generators, frozenset(), lambda *_: None, noted=self._states).run()
+        Replay(table, steps, generators, frozenset(), lambda *_: None, self._states, notes=True).run()
         self._reached = {source.index: source.generator.get_state() for source in self.sources}
         self._drawn = len(self.operations)
 

@@ -29,16 +29,17 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from json import JSONDecodeError
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from lightning_mm5d.config.errors import (
     CheckpointCorruptError,
@@ -75,16 +76,6 @@ class Recipe(ABC):
     @abstractmethod
     def _read(self, region: list[tuple[int, int]]) -> Tensor: ...
 
-    @property
-    @abstractmethod
-    def sources(self) -> tuple[Recipe, ...]:
-        """The recipes that this one reads."""
-
-    def stored(self) -> Iterator[Stored]:
-        """All tensors in files that take part."""
-        for source in self.sources:
-            yield from source.stored()
-
 
 @dataclass(frozen=True, eq=False)
 class Stored(Recipe):
@@ -93,24 +84,13 @@ class Stored(Recipe):
     file: TensorFile
     name: str
 
-    @property
-    def sources(self) -> tuple[Recipe, ...]:
-        return ()
-
     def _read(self, region: list[tuple[int, int]]) -> Tensor:
         return self.file.read(self.name, region)
-
-    def stored(self) -> Iterator[Stored]:
-        yield self
 
 
 @dataclass(frozen=True, eq=False)
 class _OfOne(Recipe):
     of: Recipe
-
-    @property
-    def sources(self) -> tuple[Recipe, ...]:
-        return (self.of,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,10 +174,6 @@ class Joined(Recipe):
     dim: int
     stacked: bool
 
-    @property
-    def sources(self) -> tuple[Recipe, ...]:
-        return self.parts
-
     def _read(self, region: list[tuple[int, int]]) -> Tensor:
         out = torch.empty([stop - start for start, stop in region], dtype=self.dtype, device="cpu")
         start, stop = region[self.dim]
@@ -216,22 +192,22 @@ class Joined(Recipe):
 
 @dataclass(frozen=True, eq=False)
 class Computed(Recipe):
-    """What a function makes of tensors that are read in full; `output` is its index where it returns several.
+    """What an operation makes of tensors that are read in full; `output` is its index where it returns several.
 
     Args:
-        function: a function of ``[full tensors of parts]``.
+        operation: its name, so that it can be pickled.
+        args: its arguments, with recipes in place of tensors in files.
+        kwargs: its keywords.
     """
 
-    parts: tuple[Recipe, ...]
-    function: Callable[[list[Tensor]], Any]
+    operation: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     output: int | None
 
-    @property
-    def sources(self) -> tuple[Recipe, ...]:
-        return self.parts
-
     def _read(self, region: list[tuple[int, int]]) -> Tensor:
-        result = self.function([part.read() for part in self.parts])
+        args, kwargs = tree_map_only(Recipe, Recipe.read, (self.args, self.kwargs))
+        result = operator_named(self.operation)(*args, **kwargs)
         return _cut(result if self.output is None else result[self.output], 0, region)
 
 
@@ -280,38 +256,8 @@ def _as_meta(value: Any) -> Any:
 
 
 def _computed(func: Any, args: Any, kwargs: Any, meta: Tensor, output: int | None) -> Recipe:
-    parts: list[Recipe] = []
-
-    def place(value: Any) -> Any:
-        if not isinstance(value, TracedTensor):
-            return value
-        parts.append(value.recipe)
-        return _Place(len(parts) - 1)
-
-    call = _Call(str(func), *tree_map(place, [args, kwargs]))
-    return Computed(tuple(meta.shape), meta.dtype, tuple(parts), call, output)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Stands among the arguments of an operation for the tensor of this part."""
-
-    part: int
-
-
-@dataclass(frozen=True)
-class _Call:
-    """An operation by its name, so that it can be pickled, with its arguments but for tensors."""
-
-    operation: str
-    args: Any
-    kwargs: Any
-
-    def __call__(self, read: list[Tensor]) -> Any:
-        def fill(value: Any) -> Any:
-            return read[value.part] if isinstance(value, _Place) else value
-
-        return operator_named(self.operation)(*tree_map(fill, self.args), **tree_map(fill, self.kwargs))
+    args, kwargs = tree_map_only(TracedTensor, attrgetter("recipe"), (args, kwargs))
+    return Computed(tuple(meta.shape), meta.dtype, str(func), args, kwargs, output)
 
 
 def _cast(func: Any, args: Any, kwargs: Any, meta: Tensor, output: int | None) -> Recipe:
@@ -505,12 +451,6 @@ class PretrainedSource:
         """
         return self._recipes[name].read(region)
 
-    @property
-    def bytes_read(self) -> int:
-        """How many bytes were read of the files, with their headers."""
-        files = {stored.file for recipe in self._recipes.values() for stored in recipe.stored()}
-        return sum(file.bytes_read for file in files)
-
 
 class _Loader:
     """Stands for the step of transformers that reads files into a model.
@@ -564,14 +504,11 @@ class _Loader:
 def _without_progress_bar() -> Iterator[None]:
     from transformers.utils import logging as shown
 
-    if not shown.is_progress_bar_enabled():
+    with ExitStack() as stack:
+        if shown.is_progress_bar_enabled():
+            shown.disable_progress_bar()
+            stack.callback(shown.enable_progress_bar)
         yield
-        return
-    shown.disable_progress_bar()
-    try:
-        yield
-    finally:
-        shown.enable_progress_bar()
 
 
 def _refused(name: str, got: object, why: str) -> ConfigError:

@@ -33,6 +33,8 @@ from torch.nn.parameter import is_lazy
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.sharded.remote_value import is_remote
 
+# Random operators that draw as many numbers as their inputs' values demand.
+DRAWS_BY_VALUE = ("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
@@ -103,6 +105,11 @@ class Operation:
     def name(self) -> str:
         """The name of what was called, for instance ``aten.normal_.default``."""
         return str(self.function) if isinstance(self.function, OpOverload) else self.function.__name__
+
+    @property
+    def draws_by_value(self) -> bool:
+        """Whether the values of its arguments tell how many numbers it draws."""
+        return any(name in self.name for name in DRAWS_BY_VALUE)
 
     def overwritten_views(self) -> list[View]:
         """The views that it writes without reading them."""

@@ -24,9 +24,6 @@ import io
 import logging
 from collections.abc import Collection, Mapping
 
-import torch
-import torch.distributed as dist
-
 from lightning_mm5d.data.batches import split_replicas
 from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.features.first_batch.joined_step import (
@@ -41,6 +38,7 @@ from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import plain
 from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
+from lightning_mm5d.trainer.process_group import decided
 from lightning_mm5d.trainer.steps import FirstBatch
 
 _log = logging.getLogger("lightning.pytorch")  # shows what it is told, where Lightning does
@@ -101,9 +99,7 @@ class _Checks(Attached):
 
     def _anywhere(self, holds: bool) -> bool:
         """Whether something holds on any rank."""
-        flag = torch.tensor(int(holds), device=message_device(self._device))
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
+        return decided(holds, all_ranks=False, device=message_device(self._device))
 
     def _run(
         self, first: FirstBatch, joined: Mapping[int, list[Microbatch]], others: Collection[str] = (), **options: bool

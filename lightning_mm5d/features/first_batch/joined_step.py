@@ -22,6 +22,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ from lightning_mm5d.data.joining import Sizes, merge
 from lightning_mm5d.data.microbatch import Microbatch, with_tensors
 from lightning_mm5d.data.random_state import kept_random_state, seed_of
 from lightning_mm5d.sharded.remote_value import is_remote, plain
-from lightning_mm5d.sharded.removable import put
+from lightning_mm5d.sharded.removable import meanwhile, put
 from lightning_mm5d.sharded.tensor import written_by
 from lightning_mm5d.sharded.torch_internals import ORIGINALS, version_of
 from lightning_mm5d.stage.payload import detached
@@ -227,10 +228,6 @@ class _Watched(TorchFunctionMode):
                 if not is_remote(parameter) and parameter.numel():
                     self._data.setdefault(_address(parameter), []).append((parameter, parameter.data))
 
-    def _pairs(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        for pairs in self._data.values():
-            yield from pairs
-
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -263,10 +260,10 @@ class _Watched(TorchFunctionMode):
     def __exit__(self, *args: object) -> None:
         super().__exit__(*args)
         with plain(), torch.no_grad():
-            for parameter, data in self._pairs():
+            for parameter, data in chain.from_iterable(self._data.values()):
                 if parameter.data_ptr() != data.data_ptr():
                     parameter.data = data
-            for data, copy in (pair for pairs in self._copies.values() for pair in pairs):
+            for data, copy in chain.from_iterable(self._copies.values()):
                 data.copy_(copy)
 
 
@@ -337,19 +334,14 @@ def put_back(module: LightningModule, device: torch.device) -> Iterator[KeptStat
         module: the user's module; its loggers log nothing meanwhile.
         device: whose generators are meant, beside those of the CPU.
     """
-    loggers, state = module.trainer.loggers, KeptState(module)
-    module.trainer.loggers = [DummyLogger() for _ in loggers]
-    try:
-        with kept_random_state(device), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the step has warned already
+    state, loggers = KeptState(module), [DummyLogger() for _ in module.trainer.loggers]
+    with meanwhile(module.trainer, loggers=loggers), kept_random_state(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the step has warned already
+        try:
             yield state
-    finally:
-        state.restore()
-        module.trainer.loggers = loggers
+        finally:
+            state.restore()
 
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
 
 _ROUNDING, _LOW_ROUNDING = 5e-5, 1e-2  # relative; in half precision and tf32, batches of unlike sizes round unlike
 _LEAST = 0.01  # of these, what two losses of one microbatch may differ by; and of 1, what is small

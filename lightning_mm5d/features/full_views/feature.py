@@ -33,6 +33,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError, RankLostError, RankMismatchError, RemoteParameterError
+from lightning_mm5d.data_parallel.shared_parameters import forget_node
 from lightning_mm5d.engine.codec import broadcast
 from lightning_mm5d.expert_parallel import parameters_of
 from lightning_mm5d.features.full_views.full_states import (
@@ -97,9 +98,7 @@ class _FullViews(Attached):
         self._shapes = {id(form.parameter): (form.name, form.shape) for form in self._forms}
         self._states = FullStates(self._exchange, self._group, self._device)
         self._opened: set[Kind] = set()
-        self._depth = 0
-        self._is_shown = self._shares = False
-        self._place = ""
+        self._is_entered = self._is_shown = self._shares = False
         self._swapped: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._calls: list[tuple[nn.Module, AbstractContextManager[None]]] = []
         guard.shows_full = not self._forms
@@ -204,16 +203,12 @@ class _FullViews(Attached):
         if not self._forms:
             yield
             return
-        if self._depth:
+        if self._is_entered:
             for kind in opens:
                 self._open(kind)
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
+            yield
             return
-        self._depth, self._shares, self._place = 1, shares, place
+        self._is_entered, self._shares = True, shares
         try:
             self._show()
             for kind in opens:
@@ -221,7 +216,7 @@ class _FullViews(Attached):
             yield
             self._leave(place)
         finally:
-            self._depth = 0
+            self._is_entered = False
             self._restore()
 
     def suspended(self, place: str) -> AbstractContextManager[None]:
@@ -230,16 +225,16 @@ class _FullViews(Attached):
 
     @contextmanager
     def _suspension(self, place: str) -> Iterator[None]:
-        depth, shares = self._depth, self._shares
+        is_entered, shares = self._is_entered, self._shares
         try:
             self._leave(place)
         finally:
             self._restore()
-        self._depth = 0
+        self._is_entered = False
         try:
             yield
         finally:
-            self._depth, self._shares = depth, shares
+            self._is_entered, self._shares = is_entered, shares
             self._show()
 
     def _show(self) -> None:
@@ -279,7 +274,7 @@ class _FullViews(Attached):
             self._meet(place=place)
         with torch.inference_mode(False), torch.no_grad(), plain():
             if self._is_shown:
-                self._states.take_back(lambda parameter: self._exchange.is_held(self._shapes[id(parameter)][0]))
+                self._states.take_back()
             for form in self._forms if self._opened else ():
                 self._check_shape(form)
             for form in self._forms if self._opened else ():
@@ -308,20 +303,19 @@ class _FullViews(Attached):
         new, local = form.parameter.grad, self._local_gradient(form)
         if is_stand_in(new):
             return
+        shared = self._shared.get(form.parameter)
+        whole = shared if shared is not None and shared.is_whole else None
         if new is not None:
             if self._waits(form):
                 rule = "Gradients of an accumulation are summed over ranks at its last batch"
                 fix = "Set it in on_before_optimizer_step"
                 raise ConfigError(f"{form.name}.grad", "a gradient set before", rule, fix)
             if local is None:
-                shared = self._shared.get(form.parameter)
-                whole = shared is not None and shared.is_whole
-                shape = self._exchange.holding(form.name, self._rank).owned if whole else form.data.shape
+                shape = form.data.shape if whole is None else self._exchange.own_shape(form.name)
                 local = torch.empty(shape, dtype=new.dtype, device=form.data.device)
             self._exchange.cut(form.name, new, local)
-        shared = self._shared.get(form.parameter)
-        if shared is not None and shared.is_whole:
-            shared.gradient = None if new is None else local
+        if whole is not None:
+            whole.gradient = None if new is None else local
             form.grad = form.grad if new is not None else None
         else:
             form.grad = None if new is None else local
@@ -339,7 +333,7 @@ class _FullViews(Attached):
                 vars(parameter).pop("opens", None)
                 parameter.__class__ = form.kind
                 if "values" in self._opened and form.data.shape != parameter.shape:
-                    _forget_node(parameter)
+                    forget_node(parameter)
                 parameter.data = form.data
                 parameter.grad = form.grad
                 form.grad = None
@@ -433,7 +427,7 @@ class _FullViews(Attached):
                 if kind == "values":
                     assert tensor is not None, form.name
                     if form.data.shape != form.shape:
-                        _forget_node(form.parameter)
+                        forget_node(form.parameter)
                     form.parameter.data, form.shown = tensor, tensor.data_ptr()
                 elif tensor is not None:
                     added = form.parameter.grad  # by a backward of the hook
@@ -477,12 +471,6 @@ class _FullViews(Attached):
                 if keeps and source != self._rank:
                     module._buffers[name] = shown
                     self._swapped.append((module, name, shown, buffer))
-
-
-def _forget_node(parameter: nn.Parameter) -> None:
-    """Let a parameter, which gets data of another shape, have a new node of autograd: a graph may keep the old one."""
-    other = torch.float32 if parameter.dtype == torch.float16 else torch.float16
-    parameter.data = torch.empty(0, dtype=other, device=parameter.device)
 
 
 def _refuse_gradient(path: str, gradient: Tensor) -> None:

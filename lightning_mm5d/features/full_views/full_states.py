@@ -34,6 +34,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import broadcast
 from lightning_mm5d.plan.holdings import DataShards, Holding, Holdings, Part, narrowed
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.collectives import of_all_ranks
 from lightning_mm5d.sharded.remote_value import TELLING, plain
 from lightning_mm5d.stage.payload import NotSent
 from lightning_mm5d.trainer.kept_values import memory_kept
@@ -172,9 +173,7 @@ def hooks_of_all(hooks: list[tuple[Any, str, Any]], group: dist.ProcessGroup | N
     most = torch.tensor(len(codes))
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
     local_codes = torch.tensor([*codes, *[-1] * (int(most) - len(codes))], dtype=torch.int64)
-    every = [torch.empty_like(local_codes) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, local_codes, group)
-    common = set.intersection(*(set(rank_codes.tolist()) for rank_codes in every))
+    common = set.intersection(*map(set, of_all_ranks(local_codes, group).tolist()))
     return [hook for hook, code in zip(hooks, codes, strict=True) if code in common]
 
 
@@ -364,11 +363,11 @@ class FullStates:
         for index, states in enumerate(shown):
             by_name = {self._names[id(p)][0]: state for p, state in states.items() if id(p) in self._names}
             full: dict[str, dict[str, Any]] = {}
-            names = dict.fromkeys(name for rank in told if index < len(rank) for name in rank[index])
-            for name in sorted(names):
+            ranks = [rank[index] for rank in told if index < len(rank)]
+            for name in sorted({name for rank in ranks for name in rank}):
                 keys: dict[str, Any] = {}
-                for rank in told:
-                    keys = (rank[index].get(name, {}) if index < len(rank) else {}) | keys
+                for rank in ranks:
+                    keys = rank.get(name, {}) | keys
                 full[name] = {}
                 for key, value in keys.items():
                     if not isinstance(value, _Whole):
@@ -394,9 +393,7 @@ class FullStates:
 
     def _is_part(self, parameter: Any, value: Any) -> bool:
         name, shape = self._names[id(parameter)]
-        if not isinstance(value, Tensor):
-            return False
-        return tuple(value.shape) in {shape, *self._exchange.forms(name)}
+        return isinstance(value, Tensor) and tuple(value.shape) in {shape, *self._exchange.forms(name)}
 
     def _in_order(self, optimizer: Optimizer, local: Any, full: dict[str, dict[str, Any]]) -> Iterator[tuple[Any, Any]]:
         for group in optimizer.param_groups:
@@ -407,12 +404,8 @@ class FullStates:
                 elif parameter in local:
                     yield parameter, local[parameter]
 
-    def take_back(self, is_held: Callable[[nn.Parameter], bool]) -> None:
-        """Cut what the hook has read, or put in place of it, to what this rank holds.
-
-        Args:
-            is_held: whether this rank has a part of a parameter.
-        """
+    def take_back(self) -> None:
+        """Cut what the hook has read, or put in place of it, to what this rank holds."""
         for optimizer, awaited, local in self._shown:
             if optimizer.state is awaited and not awaited.is_full:
                 continue
@@ -422,7 +415,7 @@ class FullStates:
             for parameter, state in states.items():
                 if id(parameter) not in self._names:
                     local[parameter] = state
-                elif is_held(parameter):
+                elif self._exchange.is_held(self._names[id(parameter)][0]):
                     local[parameter] = self._local_state(parameter, state, local.get(parameter, {}))
 
     def _local_state(self, parameter: Any, state: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

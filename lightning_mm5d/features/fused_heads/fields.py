@@ -17,10 +17,8 @@ def check(fields: Mapping[str, Any]) -> None:
     """
     modalities = fields.get("modalities") or {}
     for name, modality in modalities.items():
-        field, fuses = (
-            f"modalities.{name}.compute.fused_linear_cross_entropy",
-            modality.compute.fused_linear_cross_entropy,
-        )
+        field = f"modalities.{name}.compute.fused_linear_cross_entropy"
+        fuses = modality.compute.fused_linear_cross_entropy
         if not isinstance(fuses, bool):
             raise ConfigError(field, fuses, "It is true or false", f"Use {bool(fuses)}")
         if fuses and name not in (main_modality_of(modalities), *decoders_of(modalities)):

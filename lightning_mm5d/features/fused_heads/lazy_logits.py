@@ -300,7 +300,7 @@ class LazyLogits(NotYetComputed):
                 result = rule(func, x, args[1:], kwargs)
                 if result is not NotImplemented:
                     return result
-        written = _written(func, args, kwargs)
+        written = [tensor for tensor in written_by(func, args, kwargs) if isinstance(tensor, LazyLogits)]
         args, kwargs = tree_map_only(LazyLogits, LazyLogits.computed, (tuple(args), kwargs))
         result = func(*args, **kwargs)
         for lazy in written:
@@ -466,10 +466,6 @@ def _cross_entropy(func: Callable[..., Any], x: LazyLogits, args: Sequence[Any],
     family.has_loss = True
     group = hidden.group if isinstance(hidden, Sharded) else None
     return reduced_losses(losses, target, group, reduction, options.get("ignore_index", -100)).to(dtype)
-
-
-def _written(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[LazyLogits]:
-    return [tensor for tensor in written_by(func, args, kwargs) if isinstance(tensor, LazyLogits)]
 
 
 def _local(x: Tensor) -> Tensor:

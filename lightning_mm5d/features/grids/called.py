@@ -56,7 +56,7 @@ def around(module: nn.Module, columns: Collection[str], rows: Collection[str]) -
         rows: names of those that make its result; code after them is left out where there are none.
     """
     reader, seen = _Reader(), set[FunctionType]()
-    ways = _Ways(*(frozenset(names) | _users(module, names) for names in (columns, rows)))
+    ways = _Ways(_users(module, columns), _users(module, rows))
     function = function_of(getattr_static(type(module), "forward", None))
     while function is not None and function not in seen and _is_read(function, is_method=True):
         seen.add(function)
@@ -84,7 +84,7 @@ class _Ways(NamedTuple):
 
 
 def _users(module: nn.Module, names: Collection[str]) -> frozenset[str]:
-    """Return the names of the module's own methods that call some of its layers, beside its forward."""
+    """Return the names of some of a module's layers, and of its own methods that call them, beside its forward."""
     trees = {
         name: tree
         for cls in reversed(type(module).__mro__)

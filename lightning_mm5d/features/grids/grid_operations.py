@@ -21,6 +21,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -51,20 +53,18 @@ class Line(TensorGroup):
             source: index in the line.
         """
         buffer = local.detach().contiguous() if self.index == source else local.new_empty(tuple(shape))
-        if self.is_silent or not buffer.numel():
-            return lambda: buffer
-        work = dist.broadcast(buffer, group=self.group, group_src=source, async_op=True)
-        self.moved += buffer.nbytes * (self.size - 1) / self.size  # all ranks but the last pass it on
-        return self._after(work, lambda: buffer)
+        return self._start(partial(dist.broadcast, group_src=source), buffer)
 
     def start_sum_to(self, part: Tensor, target: int) -> Wait:
         """Start to sum `part` over the line to the rank at `target`; it takes the memory of `part`."""
-        part = part.contiguous()
-        if self.is_silent or not part.numel():
-            return lambda: part
-        work = dist.reduce(part, group=self.group, group_dst=target, async_op=True)
-        self.moved += part.nbytes * (self.size - 1) / self.size
-        return self._after(work, lambda: part)
+        return self._start(partial(dist.reduce, group_dst=target), part.contiguous())
+
+    def _start(self, collective: Callable[..., Any], buffer: Tensor) -> Wait:
+        if self.is_silent or not buffer.numel():
+            return lambda: buffer
+        work = collective(buffer, group=self.group, async_op=True)
+        self.moved += buffer.nbytes * (self.size - 1) / self.size  # all ranks but the last pass it on
+        return self._after(work, lambda: buffer)
 
 
 @dataclass(frozen=True)
@@ -182,10 +182,8 @@ class _Product3D(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, cube: Cube) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.cube = cube
-        all_x, all_weight = (
-            cube.output_line.start_gather(x, 0, cube.rows, exact=True),
-            cube.depth.start_gather(weight, cube.dim, cube.lengths, exact=True),
-        )
+        all_x = cube.output_line.start_gather(x, 0, cube.rows, exact=True)
+        all_weight = cube.depth.start_gather(weight, cube.dim, cube.lengths, exact=True)
         full, block = all_x(), all_weight()
         return cube.input_line.sum_scattered(full @ (block if cube.is_conv else block.t()), 0, cube.rows)
 
@@ -196,12 +194,8 @@ class _Product3D(torch.autograd.Function):
         cube: Cube = ctx.cube
         wants_x, wants_weight, _ = ctx.needs_input_grad
         all_gradients: Wait = cube.input_line.start_gather(gradient, 0, cube.rows, exact=True)
-        all_weight: Wait | None = None
-        all_x: Wait | None = None
-        if wants_x:
-            all_weight = cube.depth.start_gather(weight, cube.dim, cube.lengths, exact=True)
-        if wants_weight:
-            all_x = cube.output_line.start_gather(x, 0, cube.rows, exact=True)
+        all_weight = cube.depth.start_gather(weight, cube.dim, cube.lengths, exact=True) if wants_x else None
+        all_x = cube.output_line.start_gather(x, 0, cube.rows, exact=True) if wants_weight else None
         full = all_gradients()
         of_x: Wait | None = None
         of_weight: Wait | None = None
@@ -298,13 +292,11 @@ def norm_of(module: nn.Module) -> Norm | None:
         return None
     if not isinstance(output, Tensor) or output.shape != x.shape:
         return None
-    for centers in (False, True):
-        for offset in (0.0, 1.0):
-            for narrows in (False, True):
-                norm = Norm(width, epsilon, centers, offset, narrows)
-                expected, _, _ = norm.of(x, held["weight"], held.get("bias"), lambda total: total)
-                if torch.allclose(output.double(), expected.double(), rtol=1e-6 if narrows else 1e-12, atol=1e-12):
-                    return norm
+    for centers, offset, narrows in product((False, True), (0.0, 1.0), (False, True)):
+        norm = Norm(width, epsilon, centers, offset, narrows)
+        expected, _, _ = norm.of(x, held["weight"], held.get("bias"), lambda total: total)
+        if torch.allclose(output.double(), expected.double(), rtol=1e-6 if narrows else 1e-12, atol=1e-12):
+            return norm
     return None
 
 

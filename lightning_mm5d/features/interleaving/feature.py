@@ -31,7 +31,7 @@ import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -53,7 +53,7 @@ from lightning_mm5d.schedule import is_table
 from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.collectives import TensorGroup, warn_on_first_rank
 from lightning_mm5d.sharded.remote_value import is_remote
-from lightning_mm5d.sharded.removable import Removable
+from lightning_mm5d.sharded.removable import Removable, meanwhile
 from lightning_mm5d.stage import Runtime
 from lightning_mm5d.stage.written import written
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
@@ -107,25 +107,20 @@ class Copies(Removable):
             scopes: what else belongs to one of them at a time.
             anywhere: whether turns change outside of layers too.
         """
-        turns = self._turns = _Turns([*self._scopes, *scopes], functions, always=anywhere)
+        turns = _Turns([*self._scopes, *scopes], functions, always=anywhere)
         others = [
             threading.Thread(target=turns.run, args=(place, ThreadState(self._device)), name="mm5d-copy", daemon=True)
             for place in range(1, len(functions))
         ]
-        for group in groups:
-            group.hand_over = turns.hand_over
-        try:
+        with ExitStack() as stack, suppress(_Ended):  # an error may leave nobody's turn, so that a thread never ends
+            stack.enter_context(meanwhile(self, _turns=turns))
+            for group in groups:
+                stack.enter_context(meanwhile(group, hand_over=turns.hand_over))
             for thread in others:
                 thread.start()
             turns.run(0)
             for thread in others:
                 thread.join()
-        except _Ended:  # of an error that left nobody's turn, so that a thread may never end
-            pass
-        finally:
-            self._turns = None
-            for group in groups:
-                group.hand_over = None
         return turns.results()
 
     @property
@@ -345,10 +340,8 @@ class InterleavedMicrobatches(Feature):
         It also refuses stages that hold what they cannot wait for in turns.
         """
         for name, modality in plan.modalities.items():
-            field, count = (
-                f"modalities.{name}.pipeline.interleaved_microbatches",
-                modality.pipeline.interleaved_microbatches,
-            )
+            field = f"modalities.{name}.pipeline.interleaved_microbatches"
+            count = modality.pipeline.interleaved_microbatches
             if count == 1:
                 continue
             if callable(self._schedule) or is_table(self._schedule):
@@ -358,10 +351,8 @@ class InterleavedMicrobatches(Feature):
                 if axes.dp > plan.layout.num_replicas:
                     rule = f"{other!r} has {axes.dp} replicas that take turns with the microbatches of one"
                     raise ConfigError(field, count, rule, f"Use dp_size={plan.layout.num_replicas} for {other!r}")
-            beside = set[str]()  # what runs in its stages
-            for members in plan.topology.members.values():
-                held = {member.modality for member in members}
-                beside |= held if name in held else set()
+            stages = [{member.modality for member in members} for members in plan.topology.members.values()]
+            beside = set[str]().union(*(held for held in stages if name in held))  # what runs in its stages
             for other in sorted(beside):
                 check_beside(name, other, plan.modalities)
             for layer in plan.experts.values():
@@ -410,17 +401,13 @@ class Interleaving(Attached):
         experts = runtime.experts
         self._tokens = {key: experts.token_groups(key) for key in views if self._layers[key]} if experts else {}
         self._turning = _turning(plan, runtime)
-        self._copies = Copies(runtime.scopes, layers, device) if layers else None
-
-    def remove(self) -> None:
-        """Take what it put on layers away again."""
-        if self._copies is not None:
-            self._copies.remove()
+        self._copies = Copies(runtime.scopes, layers, device)
+        self.changes.callback(self._copies.remove)
 
     @property
     def thread(self) -> int | None:
         """Identifier of the thread that computes while microbatches run side by side; None while they do not."""
-        return None if self._copies is None else self._copies.thread
+        return self._copies.thread
 
     def is_on(self, stage: StageKey) -> bool:
         """Whether microbatches of a stage may run side by side."""
@@ -482,7 +469,6 @@ class Interleaving(Attached):
 
     def run(self, stage: StageKey, functions: Sequence[Any], scopes: Sequence[Scope], *, backward: bool) -> list[Any]:
         """Call functions of a stage side by side; see `Copies.run`."""
-        assert self._copies is not None
         tokens = self._tokens.get(stage)
         return self._copies.run(functions, tokens or self._turning, scopes, anywhere=backward or bool(tokens))
 

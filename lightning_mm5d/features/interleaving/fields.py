@@ -74,10 +74,8 @@ def check_beside(name: str, other: str, modalities: Mapping[str, Modality]) -> N
     Raises:
         ConfigError: at the first field that cannot work.
     """
-    field, count = (
-        f"modalities.{name}.pipeline.interleaved_microbatches",
-        modalities[name].pipeline.interleaved_microbatches,
-    )
+    field = f"modalities.{name}.pipeline.interleaved_microbatches"
+    count = modalities[name].pipeline.interleaved_microbatches
     modality, of = modalities[other], f"modalities.{other}"
     if modality.shared_stage == 3:
         rule = f"With {of}.sharding.zero_stage=3 replicas gather layers in each microbatch, which runs by itself"

@@ -31,7 +31,7 @@ from lightning_mm5d.features.timeline.drawing import SECONDS, chrome_trace, draw
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, AnySchedule, Graph, Kind, Schedule, Simulation, Span, measured, simulate
 from lightning_mm5d.schedule.graph import StageKey
-from lightning_mm5d.sharded.collectives import message_device
+from lightning_mm5d.sharded.collectives import message_device, of_all_ranks
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 
 
@@ -162,12 +162,10 @@ def _gathered(recorder: Recorder, plan: Plan, ran: Schedule, count: int, rank: i
     rows = [times[action] for action in by_rank[rank]]
     rows += [(0.0, 0.0)] * (max(map(len, by_rank.values())) - len(rows))
     table = torch.tensor(rows, dtype=torch.float64, device=wire)
-    tables = [torch.empty_like(table) for _ in by_rank]
-    dist.all_gather(tables, table)
     spans: dict[tuple[int, Action], Span] = {}
-    for (other, actions), gathered in zip(by_rank.items(), tables, strict=True):
+    for (other, actions), gathered in zip(by_rank.items(), of_all_ranks(table).tolist(), strict=True):
         lead = plan.topology.lead_of_rank[other]
-        for action, moments in zip(actions, gathered.tolist(), strict=False):  # later rows are padding
+        for action, moments in zip(actions, gathered, strict=False):  # later rows are padding
             spans.setdefault((lead, action), Span(lead, action, *moments))
     return list(spans.values())
 
