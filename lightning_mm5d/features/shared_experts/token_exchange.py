@@ -209,24 +209,20 @@ class TokenGroup:
         group: their process group.
 
     Attributes:
-        size: number of ranks.
         index: of this rank.
-        moved: bytes of rows that this rank has sent to others.
         hand_over: called between the start of an exchange and the wait for it, so that another microbatch is computed
             meanwhile; the same on all ranks that share experts of the stage. None just waits.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.size, self.index = dist.get_world_size(group), dist.get_rank(group)
-        self.moved = 0
+        self.index = dist.get_rank(group)
         self.hand_over: Callable[[], None] | None = None
 
     def begin(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Arriving:
         """Begin to send rows ``[sum(sent), H]`` to each rank in turn; those of each arrive, ``[sum(received), H]``."""
         rows, arriving = rows.contiguous(), rows.new_empty(sum(received), *rows.shape[1:])
         work = dist.all_to_all_single(arriving, rows, list(received), list(sent), group=self._group, async_op=True)
-        self.moved += (sum(sent) - sent[self.index]) * rows[:1].nbytes
         return Arriving(self, arriving, rows, work)
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
