@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -65,8 +65,11 @@ def find_experts(root: nn.Module, partition: Partition, modalities: Mapping[str,
     order = {path: place for place, (path, _) in enumerate(root.named_modules())}
     for match in plans:
         names = [name for name, _ in _inside(root, match.path).named_parameters(match.path)]
-        for modality in partition.users(*names) & degrees.keys():
-            _check_users(partition, names, match, modality, degrees[modality])
+        users = sorted(partition.users(*names))
+        for modality in degrees.keys() & users:
+            if len(users) > 1:
+                rule = f"{match.path} is used by {' and '.join(users)}, and experts are of one modality"
+                raise ConfigError(f"modalities.{modality}.ep_size", degrees[modality], rule, "Use ep_size=1")
             if match.path not in order:
                 rule = (
                     f"The experts of {match.called} are those of another layer too, and a plan is for one layer's own"
@@ -144,13 +147,6 @@ def _inside(root: nn.Module, path: str) -> nn.Module:
     except AttributeError:
         rule = "The experts of an ExpertParallelPlan are a module, by its path from an instance of the class"
         raise ConfigError("register_expert_parallel_plan", path, rule, "Name the module in `experts`") from None
-
-
-def _check_users(partition: Partition, names: Sequence[str], match: LocatedExperts, modality: str, degree: int) -> None:
-    users = sorted(partition.users(*names))
-    if len(users) > 1:
-        rule = f"{match.path} is used by {one_of(users).replace(' or ', ' and ')}, and experts are of one modality"
-        raise ConfigError(f"modalities.{modality}.ep_size", degree, rule, "Use ep_size=1")
 
 
 def _check_alone(root: nn.Module, path: str, modality: str, degree: int) -> None:
