@@ -181,9 +181,8 @@ class HeldExperts:
         self.called = self._members if layer.plan is None else [root.get_submodule(layer.called or layer.path)]
         self._inner: dict[nn.Module, Callable[..., Any]] = {module: module.forward for module in self.called}
         # a parameter of each, with the length that it has where experts are whole
-        self._lengths = {
-            id(root.get_parameter(name)): layer.lengths.get(name, layer.number) for name in layer.parameters
-        }
+        lengths = {name: root.get_parameter(name) for name in layer.parameters}
+        self._lengths = {id(parameter): layer.lengths.get(name, layer.number) for name, parameter in lengths.items()}
 
     def whole(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call the own forward of one of the modules in `called`, with all experts."""

@@ -28,12 +28,7 @@ from lightning_mm5d.config.modality import Modality, decoders_of
 UNLIKE_SCHEDULES = ("gpipe", "1f1b", "zero_bubble", "auto")
 """The schedules of replicas with unlike pipelines."""
 _INSTEAD = ("dp_size", "pp_size", "pipeline_template")
-_USUAL = {
-    "tp_mode": ("1d",),
-    "pp_chunks": (1,),
-    "colocate_with": (None,),
-    "cost": (None,),
-}
+_USUAL = {"tp_mode": "1d", "pp_chunks": 1, "colocate_with": None, "cost": None}
 """Fields that do not go with `pipelines`, and their values that do."""
 _FORMS = "It lists the pipelines of the replicas, as in [4, 3], or says how long they are at least, as in {min: 3}"
 
@@ -176,9 +171,9 @@ def _check_beside(name: str, modality: Modality) -> None:
             rule = "pipelines says how many replicas there are and which stages each of them has"
             raise ConfigError(f"modalities.{name}.{path_of(field)}", setting, rule, "Leave one of them unset")
     for field, usual in _USUAL.items():
-        if (setting := value_of(modality, field)) not in usual:
+        if (setting := value_of(modality, field)) != usual:
             rule = f"It does not go with unlike pipelines (modalities.{name}.pipeline.pipelines)"
-            raise ConfigError(f"modalities.{name}.{path_of(field)}", setting, rule, f"Use {usual[0]}")
+            raise ConfigError(f"modalities.{name}.{path_of(field)}", setting, rule, f"Use {usual}")
 
 
 def _check_shares(name: str, modalities: Mapping[str, Modality]) -> None:
