@@ -182,52 +182,44 @@ class MemoryWriter(DirectoryWriter):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+@dataclass
 class MemorySave(Save):
     """A save into the memory of hosts.
 
     Args:
-        reports: of this save.
-        optimizers: of the trainer.
-        fields: of the manifest.
         folder: of the checkpoint on this node.
         nodes: which ranks share a host.
         group: of all ranks, for this thread alone; None where there is one node.
     """
 
-    def __init__(
-        self,
-        reports: RankReports,
-        optimizers: Sequence[Optimizer],
-        fields: Mapping[str, Any],
-        folder: Path,
-        nodes: Nodes,
-        group: ProcessGroup | None,
-    ) -> None:
-        super().__init__(reports, optimizers, fields)
-        self._folder, self._nodes, self._group = folder, nodes, group
-        folder.mkdir(exist_ok=True)
+    folder: Path
+    nodes: Nodes
+    group: ProcessGroup | None
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(exist_ok=True)
 
     @override
     def _made_writer(self, path: str, save_id: str) -> DirectoryWriter:
-        return MemoryWriter(self._folder, self.reports)
+        return MemoryWriter(self.folder, self.reports)
 
     @override
     def _spread(self, files: Mapping[str, WrittenFile]) -> None:
         """Send this rank's files to the next node, and take those of the one before."""
-        if self._group is None:
+        if self.group is None:
             return
-        nodes = self._nodes
+        nodes = self.nodes
         after, before = nodes.rank + nodes.per_node, nodes.rank - nodes.per_node
-        exchange_files(self._folder, list(files), after % nodes.world_size, before % nodes.world_size, self._group)
+        exchange_files(self.folder, list(files), after % nodes.world_size, before % nodes.world_size, self.group)
 
     @override
     def _conclude(self) -> None:
         """Add the manifest on the other nodes, and remove what is too old on each."""
-        if not self._nodes.is_first:
+        if not self.nodes.is_first:
             return
-        if self._nodes.rank:
-            write_whole(self._folder / MANIFEST, self.reports.hear("manifest").encode())
-        _keep_newest(self._folder.parent, KEPT_CHECKPOINTS)
+        if self.nodes.rank:
+            write_whole(self.folder / MANIFEST, self.reports.hear("manifest").encode())
+        _keep_newest(self.folder.parent, KEPT_CHECKPOINTS)
 
 
 def exchange_files(folder: Path, names: Sequence[str], after: int, before: int, group: ProcessGroup) -> None:

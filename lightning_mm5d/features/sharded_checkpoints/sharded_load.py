@@ -134,7 +134,8 @@ class SavedOptimizerState(StoredStates):
 
     @override
     def check(self, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> None:
-        saved_sizes, sizes = ([len(group["params"]) for group in some] for some in (groups, optimizer.param_groups))
+        saved_sizes = [len(group["params"]) for group in groups]
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
         params = [param for group in optimizer.param_groups for param in group["params"]]
         here = [names.get(id(param), f"@{position}") for position, param in enumerate(params)]
         if (here, sizes) == (self.labels, saved_sizes):
