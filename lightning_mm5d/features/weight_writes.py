@@ -50,7 +50,7 @@ from lightning_mm5d.monitor.verdict import named
 from lightning_mm5d.schedule import Action
 from lightning_mm5d.sharded.data_accesses import accesses
 from lightning_mm5d.sharded.remote_value import TELLING, is_remote, plain
-from lightning_mm5d.sharded.removable import Removable
+from lightning_mm5d.sharded.removable import Removable, meanwhile
 from lightning_mm5d.sharded.tensor import functions_named, written_by
 from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.source.trees import names, reached
@@ -461,9 +461,8 @@ class HookWrites(Attached):
     def leave(self, targets: Sequence[int], *, failed: bool) -> None:
         """Compare what the last hooks have written."""
         if not failed:
-            between, self._between = self._between, True
-            self.compare(self._group)
-            self._between = between
+            with meanwhile(self, _between=True):
+                self.compare(self._group)
 
     def _judge(self, kind: Kind, name: str, hooks: Mapping[int, str], group: dist.ProcessGroup) -> None:
         plan, all_ranks = self._plan, range(self._plan.layout.size)
