@@ -359,13 +359,8 @@ class _Written(NamedTuple):
         return self.module._buffers.get(self.name) is buffer and buffer._version == version
 
 
-class _Buffer(NamedTuple):
-    """A buffer before a call: its module, its version, and a copy where a call may write it."""
-
-    module: nn.Module
-    tensor: Tensor
-    version: int
-    copy: Tensor | None
+_Buffer = tuple[nn.Module, Tensor, int, Tensor | None]
+"""A buffer before a call: its module, itself, its version, and a copy where a call may write it."""
 
 
 class _Buffers:
@@ -386,7 +381,7 @@ class _Buffers:
     def before(self, layer: nn.Module) -> dict[_Place, _Buffer]:
         """Return the buffers as they are now."""
         return {
-            (path, name): _Buffer(
+            (path, name): (
                 module,
                 buffer,
                 buffer._version,
