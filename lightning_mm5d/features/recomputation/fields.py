@@ -133,9 +133,8 @@ def _check(field: str, setting: object, stages: int) -> None:
             raise ConfigError(field, setting, _FORMS, did_you_mean(setting, (*_WORDS, *_KEYS)))
         return
     if not isinstance(setting, Mapping) or len(setting) != 1:
-        raise ConfigError(
-            field, setting, _FORMS, "Use 'full'" if not isinstance(setting, Mapping) else "Leave one of them"
-        )
+        fix = "Leave one of them" if isinstance(setting, Mapping) else "Use 'full'"
+        raise ConfigError(field, setting, _FORMS, fix)
     key, value = next(iter(setting.items()))
     if key not in _KEYS:
         raise ConfigError(field, setting, _FORMS, did_you_mean(key, _KEYS))
