@@ -125,7 +125,11 @@ def _layer(root: nn.Module, match: LocatedExperts, modality: str, fields: Modali
     _check_contents(experts, match.path, modality, degree)
     adapters = adapters_around(root, match.path)
     check_adapters(adapters, modality, fields)
-    layer = ExpertLayer(
+    if number < degree:
+        fits = nearest(degree, lambda n: n <= number)
+        rule = f"{match.path} has {number} experts, and each rank holds one or more"
+        raise ConfigError(f"modalities.{modality}.ep_size", degree, rule, f"Use {one_of(fits)}")
+    return ExpertLayer(
         match.path,
         modality,
         number,
@@ -137,8 +141,6 @@ def _layer(root: nn.Module, match: LocatedExperts, modality: str, fields: Modali
         lengths={name: shape[0] for name, shape in shapes.items()},
         of_expert=of_expert,
     )
-    _check_number(layer)
-    return layer
 
 
 def _inside(root: nn.Module, path: str) -> nn.Module:
@@ -169,13 +171,6 @@ def _check_contents(experts: nn.Module, path: str, modality: str, degree: int) -
     if isinstance(experts, LISTS) and len({*experts.children()}) < len(experts):
         rule = f"{path} has one module for several of its {len(experts)} experts, and ranks share modules"
         raise ConfigError(field, degree, rule, "Use a module for each expert, or ep_size=1")
-
-
-def _check_number(layer: ExpertLayer) -> None:
-    if layer.number < layer.degree:
-        fits = nearest(layer.degree, lambda n: n <= layer.number)
-        rule = f"{layer.path} has {layer.number} experts, and each rank holds one or more"
-        raise ConfigError(f"modalities.{layer.modality}.ep_size", layer.degree, rule, f"Use {one_of(fits)}")
 
 
 def expert_groups(
