@@ -361,6 +361,7 @@ class Leave(torch.autograd.Function):
     @ends_graph
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         opened, ctx.call.opened = ctx.call.opened, None
+        assert opened is not None
         gradients = opened.end()
         return None, gradients if ctx.needs_input_grad[1] else None, None
 
