@@ -25,7 +25,7 @@ import functools
 import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -135,10 +135,6 @@ class _Watched(Attached, AroundSteps):
         self._known[step.name, number] = step.epoch, agreed
         return agreed
 
-    def fails(self, number: int, fails: bool) -> bool:
-        """Return whether a step fails on any rank of a replica; collective over these."""
-        return self.most(number, [fails])[0]
-
     def most(self, number: int, bits: Sequence[bool]) -> list[bool]:
         """Return which of `bits` are set on any rank of a replica; collective over these."""
         group = self._host(number) or self._groups.replicas.get(number)
@@ -164,7 +160,7 @@ class _Watched(Attached, AroundSteps):
 
     def is_here(self, path: str) -> bool:
         """Whether this rank computes a module."""
-        return any(self.rank in ranks for ranks in self.plan.topology.instances(self.homes[path]))
+        return self.rank in self.plan.topology.ranks_of(self.homes[path])
 
     def is_news(self, cls: type, name: str) -> bool:
         """Whether nothing was told of an attribute of a class yet."""
@@ -205,15 +201,12 @@ class _Step(AroundStep):
         modules = watched.users_modules if watched.plan.topology.edges else {}
         self._unwatched = {path: _places(module) for path, module in modules.items() if path not in self._held}
 
-    def forward(self, run: Run, action: Action) -> AbstractContextManager[Any]:
-        """Mark, after the run, what it has left in the modules whose home it is."""
-        return self._marked(action.stage)
-
     @contextmanager
-    def _marked(self, stage: StageKey) -> Iterator[None]:
+    def forward(self, run: Run, action: Action) -> Iterator[None]:
+        """Mark, after the run, what it has left in the modules whose home it is."""
         self._entered += 1
         self._is_apart &= self._entered == 1  # side by side, microbatches write over each other
-        of_stage = {path for path in self._here if self._watched.homes[path] == stage}
+        of_stage = {path for path in self._here if self._watched.homes[path] == action.stage}
         others = [_attributes(self._watched.modules[path]) for path in self._here - of_stage]
         yield
         self._entered -= 1
@@ -228,7 +221,7 @@ class _Step(AroundStep):
     def end(self) -> None:
         """Join what microbatches have left, and share it; nothing of a step that fails on a rank."""
         failed = [
-            bool(self._step.forgives) and paths != [] and self._watched.fails(number, self._step.fails)
+            bool(self._step.forgives) and paths != [] and self._watched.most(number, [self._step.fails])[0]
             for number, paths in self._known.items()
         ]
         try:

@@ -126,13 +126,14 @@ class _Digested(Attached):
     """Digests of the batch that is about to be computed."""
 
     def __init__(self, running: Running) -> None:
-        self._trainer, layout, self._rank = running.trainer, running.plan.layout, running.rank
-        self._layout = layout
+        self._trainer, self._rank = running.trainer, running.rank
+        layout = self._layout = running.plan.layout
         self._shared = [n for n in range(layout.num_replicas) if len(layout.replica_ranks(n)) > 1]
         self._served = layout.replicas_of_rank(self._rank)
         # of predictions of several replicas, which do not wait for each other
         self._replica_groups = _replica_groups(running)
         self._compared = dict[str, int]()
+        # of the batch that was taken last; None where it is not to be compared, equal on all ranks
         self._fields: dict[int, dict[str, list[str]]] | None = None
         self._where = ""
         running.turns.proofs.append(self)
@@ -144,11 +145,6 @@ class _Digested(Attached):
             return before_transfer(batch, dataloader_idx)
 
         self.put_attribute(running.module, BEFORE_TRANSFER, prepared)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the batch that was taken last is to be compared; equal on all ranks."""
-        return self._fields is not None
 
     # --- phase 1 ---
 
@@ -211,7 +207,7 @@ class _Digested(Attached):
         Raises:
             RankMismatchError: on all ranks.
         """
-        if not self.is_due or group is None:
+        if self._fields is None or group is None:
             return
         agreed = torch.tensor(self.slots())
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)

@@ -302,9 +302,8 @@ class Reads(TorchFunctionMode):
         is_full = not isinstance(dims, (list, tuple)) or not dims
         if not is_full and tensor.shape == self._shapes[name]:
             is_full = not self._dims[name].isdisjoint(dim % tensor.dim() for dim in dims)
-        if not is_full:
-            return
-        raise self._refusal(f"{function}() of {name!r}")
+        if is_full:
+            raise self._refusal(f"{function}() of {name!r}")
 
     def check_kept(self, attributes: Mapping[str, Any]) -> None:
         """Refuse what is made of one sharded weight alone in attributes of the module."""

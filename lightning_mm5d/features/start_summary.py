@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -32,42 +31,29 @@ class StartSummary(Feature):
         self._microbatches = str(count or 1) if count or size is None else f"of {size} samples"
 
     def attach(self, running: Running) -> None:
-        """Print on rank 0."""
-        if running.trainer.state.fn == TrainerFn.FITTING and running.rank == 0:
-            callbacks = vars(running.trainer)["callbacks"]
-            _show(callbacks, running.plan, schedule=self._schedule, microbatches=self._microbatches)
+        """Print on rank 0, where Lightning prints its own; without a `ModelSummary` among the callbacks nothing."""
+        callbacks, layout = vars(running.trainer)["callbacks"], running.plan.layout
+        summaries = [callback for callback in callbacks if isinstance(callback, ModelSummary)]
+        if running.trainer.state.fn != TrainerFn.FITTING or running.rank != 0 or not summaries:
+            return
+        title = (
+            f"MultimodalStrategy: {layout.size} {'rank' if layout.size == 1 else 'ranks'}, {layout.num_replicas} "
+            f"{'replica' if layout.num_replicas == 1 else 'replicas'}, {self._schedule}, "
+            f"microbatches: {self._microbatches}"
+        )
+        table = summary(running.plan)
+        if not any(isinstance(callback, RichModelSummary) for callback in summaries):
+            rank_zero_info(f"{title}\n{table}")
+            return
+        from rich.console import Console
+        from rich.table import Table as RichTable
 
-
-def _show(callbacks: Sequence[pl.Callback], plan: Plan, *, schedule: str, microbatches: str) -> None:
-    """Print the summary on rank 0, where Lightning prints its own.
-
-    Args:
-        callbacks: of the trainer; without a `ModelSummary` nothing is printed.
-        plan: what runs where.
-        schedule: name of the schedule.
-        microbatches: how many, or of which size.
-    """
-    summaries = [callback for callback in callbacks if isinstance(callback, ModelSummary)]
-    if not summaries:
-        return
-    layout = plan.layout
-    title = (
-        f"MultimodalStrategy: {layout.size} {'rank' if layout.size == 1 else 'ranks'}, {layout.num_replicas} "
-        f"{'replica' if layout.num_replicas == 1 else 'replicas'}, {schedule}, microbatches: {microbatches}"
-    )
-    table = summary(plan)
-    if not any(isinstance(callback, RichModelSummary) for callback in summaries):
-        rank_zero_info(f"{title}\n{table}")
-        return
-    from rich.console import Console
-    from rich.table import Table as RichTable
-
-    rich_table = RichTable(title=title, title_justify="left", header_style="bold magenta")
-    for name, right in zip(table.header, table.numeric, strict=True):
-        rich_table.add_column(name, justify="right" if right else "left", overflow="fold")
-    for row in table.rows:
-        rich_table.add_row(*row)
-    Console().print(rich_table)
+        rich_table = RichTable(title=title, title_justify="left", header_style="bold magenta")
+        for name, right in zip(table.header, table.numeric, strict=True):
+            rich_table.add_column(name, justify="right" if right else "left", overflow="fold")
+        for row in table.rows:
+            rich_table.add_row(*row)
+        Console().print(rich_table)
 
 
 def summary(plan: Plan) -> Table:

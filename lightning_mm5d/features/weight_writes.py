@@ -30,7 +30,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from operator import attrgetter
 from typing import Any
@@ -50,7 +50,7 @@ from lightning_mm5d.monitor.verdict import named
 from lightning_mm5d.schedule import Action
 from lightning_mm5d.sharded.data_accesses import accesses
 from lightning_mm5d.sharded.remote_value import TELLING, is_remote, plain
-from lightning_mm5d.sharded.removable import Removable
+from lightning_mm5d.sharded.removable import Removable, meanwhile
 from lightning_mm5d.sharded.tensor import functions_named, written_by
 from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.source.trees import names, reached
@@ -70,71 +70,63 @@ class WeightWrites(Feature):
 
     def attach(self, running: Running) -> Attached | None:
         """Watch the steps of schedules, and hooks where there are several ranks."""
-        parts: list[Attached] = [] if running.is_plain else [_Watched(running)]
-        if running.plan.layout.size > 1 and not running.trainer.predicting:
-            parts.append(HookWrites(running))
-        return _Together(parts) if parts else None
-
-
-class _Together(Attached):
-    def __init__(self, parts: Sequence[Attached]) -> None:
-        self._parts = parts
-        for part in parts:
-            self.changes.callback(part.remove)
-
-    def leave(self, targets: Sequence[int], *, failed: bool) -> None:
-        for part in self._parts:
-            part.leave(targets, failed=failed)
+        steps = None if running.is_plain else _Watched(running)
+        if running.plan.layout.size == 1 or running.trainer.predicting:
+            return steps
+        hooks = HookWrites(running)
+        if steps is not None:
+            hooks.changes.callback(steps.remove)
+        return hooks
 
 
 class _Watched(Attached, AroundSteps):
+    """The steps of one rank.
+
+    Attributes:
+        weights: that are watched, by name.
+        names: of them, by identity.
+        buffers: where those of layers are, by name.
+        looks: at weights as arrays.
+    """
+
     def __init__(self, running: Running) -> None:
         tables = [module for module in running.module.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
         renormed = {id(table.weight) for table in tables if table.max_norm is not None}
         named = running.module.named_parameters()
-        self._weights = {name: weight for name, weight in named if id(weight) not in renormed}
-        self._names = {id(weight): name for name, weight in self._weights.items()}
+        self.weights = {name: weight for name, weight in named if id(weight) not in renormed}
+        self.names = {id(weight): name for name, weight in self.weights.items()}
         ownership = running.plan.ownership
         shared, root = {*ownership.written_by_all}, running.module
         names = {name for name, _ in root.named_buffers() if running.plan.topology.edges} - shared
         owned = sorted(names & running.plan.partition.owners.keys())
-        self._buffers = {name: _place(root, name) for name in owned}
-        self._looks = Looks(self._weights)
-        self.changes.callback(self._looks.remove)
+        self.buffers = {name: _place(root, name) for name in owned}
+        self.looks = Looks(self.weights)
+        self.changes.callback(self.looks.remove)
         running.engine.around.append(self)
 
     def step(self, course: Course) -> AroundStep | None:
         """Watch a step, unless nothing of it stays, whatever happens."""
         if Exception in course.step.forgives:
             return None
-        return _Step(self._weights, self._names, self._buffers, course.step, self._looks)
+        return _Step(self, course.step)
 
 
 class _Step(AroundStep):
-    def __init__(
-        self,
-        weights: Weights,
-        names: Mapping[int, str],
-        buffers: Mapping[str, Place],
-        step: Any,
-        looks: Looks,
-    ) -> None:
-        self._weights, self._names, self._buffers, self._looks = weights, names, buffers, looks
+    def __init__(self, watched: _Watched, step: Any) -> None:
+        self._watched, self._weights = watched, watched.weights
         self._step, self._written = step, step.weights_written
         self._norms = dict[str, Tensor]()  # of those that runs have written to
         self._counts = dict[str, int]()
         self._doubts: list[tuple[Tensor, str, str]] = []  # whether a write is refused, to which weight, and why
 
-    def forward(self, run: Run, action: Action) -> AbstractContextManager[Any]:
-        """Watch one run."""
-        return self._watched()
-
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def forward(self, run: Run, action: Action) -> Iterator[None]:
+        """Watch one run."""
         known = {name: self._weights[name] for name in self._norms}
         order = _Order(known, counts_all=not self._step.trains) if known else nullcontext()
         before = self._versions()
-        with written(self._weights, self._names) as names, self._looks.noted() as shown, order as early:
+        watched = self._watched
+        with written(self._weights, watched.names) as names, watched.looks.noted() as shown, order as early:
             yield
         self._written |= {name: 1 for name, version in self._versions().items() if version != before[name]}
         counts = names()
@@ -176,7 +168,7 @@ class _Step(AroundStep):
 
     def _versions(self) -> dict[str, tuple[int, int]]:
         with plain():
-            tensors = {name: buffers.get(key) for name, (buffers, key) in self._buffers.items()}
+            tensors = {name: buffers.get(key) for name, (buffers, key) in self._watched.buffers.items()}
             return {name: (id(tensor), 0 if tensor is None else version_of(tensor)) for name, tensor in tensors.items()}
 
 
@@ -469,9 +461,8 @@ class HookWrites(Attached):
     def leave(self, targets: Sequence[int], *, failed: bool) -> None:
         """Compare what the last hooks have written."""
         if not failed:
-            between, self._between = self._between, True
-            self.compare(self._group)
-            self._between = between
+            with meanwhile(self, _between=True):
+                self.compare(self._group)
 
     def _judge(self, kind: Kind, name: str, hooks: Mapping[int, str], group: dist.ProcessGroup) -> None:
         plan, all_ranks = self._plan, range(self._plan.layout.size)
@@ -503,9 +494,7 @@ class HookWrites(Attached):
         module = self._module.get_submodule(path)
         buffer = module._buffers.get(key)
         value = broadcast_tree(None if buffer is None or self._rank else buffer.detach().to(_CPU), 0, _CPU, group)
-        if value is None:  # rank 0 has deleted it since
-            return
-        if self._rank == 0:
+        if value is None or self._rank == 0:  # rank 0 has deleted it since, or has it
             return
         value = value.to(self._module.device if buffer is None else buffer.device)
         if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:

@@ -141,8 +141,7 @@ class JoinedCalls(Removable, AroundSteps, AroundStep):
                 return original(*args, **kwargs)
             if is_joined:
                 return self._call(boundary.name, modality, original, args, kwargs)
-            if self._looks:
-                raise _Reached
+            self._look_no_further()
             return original(*args, **kwargs)
 
         self.put_attribute(module, method, call)

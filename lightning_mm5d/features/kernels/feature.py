@@ -53,12 +53,9 @@ class Kernels(Feature):
             ConfigError: nothing in the modality computes what the kernel does; a package is missing; Liger on a CPU.
         """
         for name, modality in plan.modalities.items():
-            field, asked, chosen = (
-                f"modalities.{name}.compute.kernels",
-                modality.compute.kernels,
-                modality.chosen_kernels,
-            )
-            if {"liger", "rms_norm"}.isdisjoint(chosen):
+            field, asked = f"modalities.{name}.compute.kernels", modality.compute.kernels
+            chosen = modality.chosen_kernels
+            if _FUSED.isdisjoint(chosen):
                 continue
             if "liger" in chosen:
                 if importlib.util.find_spec("liger_kernel") is None:

@@ -27,13 +27,12 @@ def _check(field: str, modality: Modality) -> None:
     kernels = modality.compute.kernels
     if kernels is None:
         return
+    rule = f"It is one of {', '.join(KERNELS)}, or a list of these"
     if not isinstance(kernels, str | list | tuple):
-        rule = f"It is one of {', '.join(KERNELS)}, or a list of these"
         raise ConfigError(field, kernels, rule, "Use ['sdpa'], or leave it unset")
     chosen = modality.chosen_kernels
     unknown = [kernel for kernel in chosen if kernel not in KERNELS]
     if unknown:
-        rule = f"It is one of {', '.join(KERNELS)}, or a list of these"
         raise ConfigError(field, kernels, rule, did_you_mean(str(unknown[0]), KERNELS))
     several = [kernel for kernel in dict.fromkeys(chosen) if kernel in ATTENTIONS]
     if len(several) > 1:

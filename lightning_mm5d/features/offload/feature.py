@@ -224,7 +224,7 @@ def _names(plan: Plan, modality: str) -> list[str]:
 
 
 def _check_parameters(module: pl.LightningModule, plan: Plan, modality: str, trained: frozenset[str]) -> None:
-    offloads = plan.modalities[modality].offloads
+    offloads, sharding = plan.modalities[modality].offloads, plan.modalities[modality].sharding
     if "parameters" not in offloads:
         return
     field, got = f"modalities.{modality}.memory.offload", [*offloads]
@@ -240,9 +240,7 @@ def _check_parameters(module: pl.LightningModule, plan: Plan, modality: str, tra
             f"{len(names)} parameters of {modality} are trained"
         )
         raise ConfigError(field, got, rule, f"Use {others}, or freeze them with requires_grad_(False)")
-    if moving and (
-        plan.modalities[modality].sharding.zero_stage or (plan.modalities[modality].sharding.dp_shard_size or 1) > 1
-    ):
+    if moving and (sharding.zero_stage or (sharding.dp_shard_size or 1) > 1):
         rule = (
             f"Ranks share nothing of a modality whose parameters are on the host, and {len(moving)} of {len(names)} "
             f"parameters of {modality} are trained, {moving[0]} among them"

@@ -44,8 +44,6 @@ def _check(where: str, modality: Modality, modalities: Mapping[str, Modality]) -
     for name, other in modalities.items() if modality.offloads else ():
         if other.pipeline.interleaved_microbatches > 1:
             rule = f"With {field}={offload!r} tensors move to the host and back in the order of one microbatch"
-            beside, fix = (
-                f"modalities.{name}.pipeline.interleaved_microbatches",
-                f"Leave it unset here, or leave {field} unset",
-            )
+            beside = f"modalities.{name}.pipeline.interleaved_microbatches"
+            fix = f"Leave it unset here, or leave {field} unset"
             raise ConfigError(beside, other.pipeline.interleaved_microbatches, rule, fix)

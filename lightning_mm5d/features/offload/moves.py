@@ -240,10 +240,6 @@ class Saved:
         return torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage(), *place)
 
 
-def _applies_to_nothing() -> bool:
-    return False
-
-
 class SavedActivations:
     """What the graph of one forward has saved; entered around that forward.
 
@@ -267,7 +263,7 @@ class SavedActivations:
         self._hooks.__exit__()
         # torch keeps `_pack` as long as the graph, which may have parts that no backward frees; what `applies` holds,
         # the run and so its results, would keep these for ever
-        self._applies = _applies_to_nothing
+        self._applies = lambda: False
 
     def _pack(self, tensor: Tensor) -> Saved:
         saved = Saved(tensor)

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.random_state import all_states, kept_random_state, pack_states
 from lightning_mm5d.partition.parts import is_metric
+from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.stage.runtime import Runtime
@@ -163,7 +164,9 @@ class Chunks:
                 raise _ItemsError(f"it does not compute some items without the others ({error})") from error
 
         with self._apart(), torch.no_grad():
-            pair_result, draws = self._drawing(call, pair)
+            before = pack_states(all_states(self._device))
+            pair_result = call(pair)
+            draws = not torch.equal(before, pack_states(all_states(self._device)))
             with ExitStack() as stack:
                 for module in self._modules if draws else ():
                     if module.training:
@@ -188,21 +191,13 @@ class Chunks:
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Compute within nothing that belongs to the step: its stage, its random numbers, its casts."""
-        active, self._runtime.active = self._runtime.active, None
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a cast without gradients must not serve the step
         try:
-            with kept_random_state(self._device):
+            with meanwhile(self._runtime, active=None), kept_random_state(self._device):
                 yield
         finally:
             torch.set_autocast_cache_enabled(caches)
-            self._runtime.active = active
-
-    def _drawing(self, call: Callable[[Sequence[Any]], Any], leaves: Sequence[Any]) -> tuple[Any, bool]:
-        """Return the result of a call, and whether it has drawn random numbers."""
-        before = pack_states(all_states(self._device))
-        result = call(leaves)
-        return result, not torch.equal(before, pack_states(all_states(self._device)))
 
     @contextmanager
     def _unwritten(self) -> Iterator[None]:

@@ -40,9 +40,7 @@ def kept_of(name: str, modality: Modality, sizes: Sequence[int]) -> tuple[KeptOp
         ConfigError: it names layers or operations that are not there.
     """
     field, setting = f"modalities.{name}.memory.activation_checkpointing", modality.memory.activation_checkpointing
-    if setting == "none":
-        return ()
-    if not sum(sizes) and chunk_size(modality) is not None:
+    if setting == "none" or (not sum(sizes) and chunk_size(modality) is not None):
         return ()
     if not sum(sizes):
         rule = f"{name} has no list of layers, and layers are what is computed again"

@@ -44,7 +44,7 @@ from lightning_mm5d.partition.parts import has_module, is_in
 from lightning_mm5d.partition.step_uses import Boundary
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.kept_results import kept_results, operations_named
-from lightning_mm5d.sharded.removable import Removable
+from lightning_mm5d.sharded.removable import Removable, meanwhile
 from lightning_mm5d.sharded.torch_internals import in_backward, in_checkpoint
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage import Runtime
@@ -157,16 +157,12 @@ class Recompute(Removable):
     def _one_stream(self) -> Iterator[None]:
         """Draw from the stream that the layers begin: a chunk that runs again begins none."""
         run = self._runtime.active
-        draws = None if run is None else run.draws
-        if run is None or draws is None:
+        if run is None or run.draws is None:
             yield
             return
-        draws.layers()
-        run.draws = None
-        try:
+        run.draws.layers()
+        with meanwhile(run, draws=None):
             yield
-        finally:
-            run.draws = draws
 
     def _again(self, compute: Compute, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Compute a chunk, and once more in its backward."""
@@ -216,13 +212,13 @@ class Recompute(Removable):
 
     def _applies(self, layer: nn.Module, modality: str, calls: list[int], args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether a call of a layer runs again in its backward."""
-        if layer.training and getattr(layer, "gradient_checkpointing", False):
-            return False
-        if not self._is_local(modality, calls):
-            return False
-        if any(_tokens_in(value, calls[0]) for value in (*args, *kwargs.values())):
-            return False
-        return self._is_differentiated([layer], args, kwargs)
+        checkpoints_itself = layer.training and getattr(layer, "gradient_checkpointing", False)
+        return (
+            not checkpoints_itself
+            and self._is_local(modality, calls)
+            and not any(_tokens_in(value, calls[0]) for value in (*args, *kwargs.values()))
+            and self._is_differentiated([layer], args, kwargs)
+        )
 
     def _is_local(self, modality: str, calls: list[int]) -> bool:
         """Whether the stage that runs, if any, computes the layer of these calls."""
@@ -363,13 +359,8 @@ class _Written(NamedTuple):
         return self.module._buffers.get(self.name) is buffer and buffer._version == version
 
 
-class _Buffer(NamedTuple):
-    """A buffer before a call: its module, its version, and a copy where a call may write it."""
-
-    module: nn.Module
-    tensor: Tensor
-    version: int
-    copy: Tensor | None
+_Buffer = tuple[nn.Module, Tensor, int, Tensor | None]
+"""A buffer before a call: its module, itself, its version, and a copy where a call may write it."""
 
 
 class _Buffers:
@@ -390,7 +381,7 @@ class _Buffers:
     def before(self, layer: nn.Module) -> dict[_Place, _Buffer]:
         """Return the buffers as they are now."""
         return {
-            (path, name): _Buffer(
+            (path, name): (
                 module,
                 buffer,
                 buffer._version,

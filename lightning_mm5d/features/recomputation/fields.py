@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
+from lightning_mm5d.config.groups import path_of, value_of
 from lightning_mm5d.config.modality import Modality, decoders_of, for_schedule, loss_modality_of, main_modality_of
 
 SELECTIVE = (
@@ -29,6 +30,8 @@ SELECTIVE = (
     "mm5d.attention",
 )
 """The operations whose results ``selective`` keeps: matrix products and attention."""
+_APART = {"cp_size": 1, "ep_size": 1, "tp_mode": "1d", "sequence_parallel": False, "interleaved_microbatches": 1}
+"""Fields with which ranks compute together on several items, and their values with which they do not."""
 
 _WORDS = ("none", "full", "selective")
 _KEYS = ("fraction", "every", "layers", "selective", "per_stage", "items")
@@ -130,9 +133,8 @@ def _check(field: str, setting: object, stages: int) -> None:
             raise ConfigError(field, setting, _FORMS, did_you_mean(setting, (*_WORDS, *_KEYS)))
         return
     if not isinstance(setting, Mapping) or len(setting) != 1:
-        raise ConfigError(
-            field, setting, _FORMS, "Use 'full'" if not isinstance(setting, Mapping) else "Leave one of them"
-        )
+        fix = "Leave one of them" if isinstance(setting, Mapping) else "Use 'full'"
+        raise ConfigError(field, setting, _FORMS, fix)
     key, value = next(iter(setting.items()))
     if key not in _KEYS:
         raise ConfigError(field, setting, _FORMS, did_you_mean(key, _KEYS))
@@ -143,12 +145,10 @@ def _check(field: str, setting: object, stages: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             near = min(max(float(value), 0.0), 1.0) if _is_number(value) else 0.5
             raise ConfigError(field, value, "It is the part of the layers, 0 to 1", f"Use {near}")
-    elif key == "every":
+    elif key in ("every", "items"):
         if not _is_whole(value) or value < 1:
-            raise ConfigError(field, value, "It is a whole number of at least 1", "Use 2 for every second layer")
-    elif key == "items":
-        if not _is_whole(value) or value < 1:
-            raise ConfigError(field, value, "It is a whole number of at least 1", "Use 16 for sixteen images at a time")
+            fix = "Use 2 for every second layer" if key == "every" else "Use 16 for sixteen images at a time"
+            raise ConfigError(field, value, "It is a whole number of at least 1", fix)
     elif key == "layers":
         _check_layers(field, value)
     else:
@@ -160,15 +160,9 @@ def _check_chunked(name: str, modality: Modality, modalities: Mapping[str, Modal
     if name == main_modality_of(modalities) or name in decoders_of(modalities):
         rule = "Items are the images, frames or sounds of an encoder, and this modality is none"
         raise ConfigError(field, setting, rule, "Use 'full'")
-    fields = {
-        "cp_size": (modality.cp_size, 1),
-        "ep_size": (modality.ep_size, 1),
-        "tensor.tp_mode": (modality.tensor.tp_mode, "1d"),
-        "tensor.sequence_parallel": (modality.tensor.sequence_parallel, False),
-        "pipeline.interleaved_microbatches": (modality.pipeline.interleaved_microbatches, 1),
-    }
-    for path, (got, usual) in fields.items():
-        if got != usual:
+    for option, usual in _APART.items():
+        if (got := value_of(modality, option)) != usual:
+            path = path_of(option)
             rule = f"With {path}={got!r} ranks compute together on all items of a call, or on several calls"
             raise ConfigError(field, setting, rule, f"Use {path}={usual!r}, or 'full'")
 

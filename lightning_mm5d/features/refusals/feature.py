@@ -239,7 +239,7 @@ class Refusals(Feature):
                 rule = "It works on full parameters, and ranks that share them have parts of each"
                 fix = "Leave it out, or use tp_size=1 and zero_stage=0"
                 raise ConfigError("callbacks", type(callback).__name__, rule, fix)
-            if isinstance(callback, ModelPruning) and (not plan.topology.is_replicated or DataShards(plan).exist):
+            if isinstance(callback, ModelPruning) and not plan.topology.is_replicated:
                 rule = "It reads all parameters on every rank, and ranks hold parts of them"
                 fix = "Leave it out, or use one stage (colocate all modalities, pp_size=1) and zero_stage=0"
                 raise ConfigError("callbacks", type(callback).__name__, rule, fix)
@@ -499,9 +499,8 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 _OVER_FULL_MATRICES = frozenset(
     (*("Adafactor", "LBFGS", "Muon", "Lamb", "LAMB", "Lars", "LARS", "Shampoo", "SOAP", "Adalomo", "LOMO"),)
 )
-_TORCH = {
-    cls.__module__ for cls in (torch.optim.LBFGS, torch.optim.SparseAdam)
-}  # which need a closure, or sparse values
+# which need a closure, or sparse values
+_TORCH = {cls.__module__ for cls in (torch.optim.LBFGS, torch.optim.SparseAdam)}
 
 
 def check_optimizers(running: Running) -> None:

@@ -34,7 +34,7 @@ from lightning_mm5d.features.sharded_checkpoints.own_shards import (
     Piece,
     PieceCopies,
     Saved,
-    labels_of,
+    labelled,
     own_state,
     pieces_of,
 )
@@ -219,7 +219,7 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
             run.module, run.plan, reports.rank, sources, self._stand_ins, run.averages, division=self._pieces_of
         )
         save = make_save(reports, run.optimizers, run.fields)
-        labels = [labels_of(optimizer, run.module) for optimizer in run.optimizers]
+        labels = [[label for label, _ in labelled(optimizer, run.module)] for optimizer in run.optimizers]
         save.announce(os.fspath(path), lambda: decide(checkpoint, shards, labels))
         copies = self._memory_copies if memory is not None else PieceCopies()
         save.take(shards, copies if in_thread else None)

@@ -92,16 +92,6 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return (_HEAD % zlib.crc32(body.encode()) + body + _TAIL).encode()
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint directory.
-
-    Raises:
-        CheckpointCorruptError: it is missing or damaged, or names files outside of the directory.
-    """
-    path = folder / MANIFEST
-    return decode_manifest(read_whole(path, _LIMIT), path)
-
-
 def decode_manifest(text: bytes, path: Path) -> Manifest:
     """Return the manifest of this text.
 
@@ -151,7 +141,10 @@ class DirectoryWriter:
     Attributes:
         path: of the directory.
         folder: where files are written meanwhile.
+        make_file: makes the writer of a tensor file of its path, specs and metadata.
     """
+
+    make_file: Callable[..., TensorFileWriter] = TensorFileWriter
 
     def __init__(self, path: str | os.PathLike[str], save_id: str) -> None:
         self._replacement = Replacement(path, save_id)
@@ -186,7 +179,7 @@ class DirectoryWriter:
     ) -> TensorFileWriter:
         """Return a writer of a tensor file; its name ends in ``.safetensors``."""
         assert name.endswith(TENSOR_SUFFIX)
-        return TensorFileWriter(self.folder / name, specs, metadata)
+        return self.make_file(self.folder / name, specs, metadata)
 
     def commit(self, files: Mapping[str, WrittenFile], fields: Mapping[str, Any]) -> None:
         """Write the manifest and give the directory its name.
@@ -233,9 +226,10 @@ class CheckpointDirectory:
         self.path, self._elsewhere = resolve(path), elsewhere or {}
         if not os.path.lexists(self.path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(self.path))
-        if not os.path.lexists(self.path / MANIFEST):
+        file = self.path / MANIFEST
+        if not os.path.lexists(file):
             raise corrupt(self.path, f"it has no {MANIFEST}: the save was never finished, or this is no checkpoint")
-        manifest = read_manifest(self.path)
+        manifest = decode_manifest(read_whole(file, _LIMIT), file)
         self.fields, self.files = manifest.fields, manifest.files
 
     def read_bytes(self, name: str, limit: int = 2**30) -> bytes:
@@ -365,7 +359,8 @@ class StoredTensors:
             CheckpointCorruptError: bytes differ from what was written.
         """
         wanted = checked_region(region, self._shapes[name], name)
-        overlaps = list(self._overlaps(name, wanted))
+        parts = [(part, _intersection(part.box, wanted)) for part in self._parts[name]]
+        overlaps = [(part, box) for part, box in parts if box is not None]
         if len(overlaps) == 1 and overlaps[0][1] == tuple(wanted):
             part, box = overlaps[0]
             return part.file.read(name, _within(box, part.box))
@@ -375,12 +370,6 @@ class StoredTensors:
                 target = tuple(slice(start, stop) for start, stop in _within(rows, wanted))
                 result[target] = part.file.read(name, _within(rows, part.box))
         return result
-
-    def _overlaps(self, name: str, wanted: Sequence[tuple[int, int]]) -> Iterator[tuple[_Part, Box]]:
-        for part in self._parts[name]:
-            box = _intersection(part.box, wanted)
-            if box is not None:
-                yield part, box
 
     def _add(self, file: TensorFile) -> None:
         info = _sharding(file)

@@ -159,6 +159,7 @@ class ReusedFile(TensorFileWriter):
 
     @override
     def __enter__(self) -> ReusedFile:
+        _reuse(self.path)
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         write_at(self._descriptor, bytes(8), 0, self.path)  # no header
         return self
@@ -177,6 +178,8 @@ class MemoryWriter(DirectoryWriter):
         reports: of the save, by which other nodes hear of the manifest.
     """
 
+    make_file = staticmethod(partial(ReusedFile, flush=False, checksums=False))
+
     def __init__(self, folder: Path, reports: RankReports) -> None:
         self.path = self.folder = folder
         self._reports = reports
@@ -184,16 +187,6 @@ class MemoryWriter(DirectoryWriter):
     @override
     def begin(self) -> None:
         """Nothing: each rank makes the folder of its node."""
-
-    @override
-    def tensor_file(
-        self,
-        name: str,
-        specs: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-        metadata: Mapping[str, str] | None = None,
-    ) -> TensorFileWriter:
-        _reuse(self.folder / name)
-        return ReusedFile(self.folder / name, specs, metadata, flush=False, checksums=False)
 
     @override
     def commit(self, files: Mapping[str, WrittenFile], fields: Mapping[str, Any]) -> None:
@@ -206,56 +199,44 @@ class MemoryWriter(DirectoryWriter):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+@dataclass
 class MemorySave(Save):
     """A save into the memory of hosts.
 
     Args:
-        reports: of this save.
-        optimizers: of the trainer.
-        fields: of the manifest.
         folder: of the checkpoint on this node.
         nodes: which ranks share a host.
         group: of all ranks, for this thread alone; None where there is one node.
     """
 
-    def __init__(
-        self,
-        reports: RankReports,
-        optimizers: Sequence[Optimizer],
-        fields: Mapping[str, Any],
-        folder: Path,
-        nodes: Nodes,
-        group: ProcessGroup | None,
-    ) -> None:
-        super().__init__(reports, optimizers, fields)
-        self._folder, self._nodes, self._group = folder, nodes, group
-        folder.mkdir(exist_ok=True)
+    folder: Path
+    nodes: Nodes
+    group: ProcessGroup | None
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(exist_ok=True)
 
     @override
     def _made_writer(self, path: str, save_id: str) -> DirectoryWriter:
-        return MemoryWriter(self._folder, self.reports)
+        return MemoryWriter(self.folder, self.reports)
 
     @override
     def _spread(self, files: Mapping[str, WrittenFile]) -> None:
         """Send this rank's files to the next node, and take those of the one before."""
-        if self._group is None:
+        if self.group is None:
             return
-        nodes = self._nodes
+        nodes = self.nodes
         after, before = nodes.rank + nodes.per_node, nodes.rank - nodes.per_node
-        exchange_files(self._folder, list(files), after % nodes.world_size, before % nodes.world_size, self._group)
+        exchange_files(self.folder, list(files), after % nodes.world_size, before % nodes.world_size, self.group)
 
     @override
     def _conclude(self) -> None:
         """Add the manifest on the other nodes, and have the next checkpoint reuse what is too old on each."""
-        if not self._nodes.is_first:
+        if not self.nodes.is_first:
             return
-        if self._nodes.rank:
-            write_whole(self._folder / MANIFEST, self.reports.hear("manifest").encode())
-        checkpoints, spare = self._folder.parent, _spare(self._folder.parent)
-        if len(names := sorted(checkpoints.iterdir())) > KEPT_CHECKPOINTS:
-            shutil.rmtree(spare, ignore_errors=True)
-            names[0].rename(spare)
-        _keep_newest(checkpoints, KEPT_CHECKPOINTS)
+        if self.nodes.rank:
+            write_whole(self.folder / MANIFEST, self.reports.hear("manifest").encode())
+        _keep_newest(self.folder.parent, KEPT_CHECKPOINTS)
 
 
 def exchange_files(folder: Path, names: Sequence[str], after: int, before: int, group: ProcessGroup) -> None:
@@ -435,7 +416,7 @@ class HostMemory:
             remove_ended()
             _make_private(agent)
             self._folder.mkdir(exist_ok=True)
-            shutil.rmtree(_ended(self._folder), ignore_errors=True)
+            shutil.rmtree(_beside(self._folder, "ended"), ignore_errors=True)
         reports = open_reports("found")
         self._timeout = reports.timeout
         reports.tell("there", [found_in(self._folder), manifests_in(self._folder)] if nodes.is_first else None)
@@ -527,7 +508,7 @@ class HostMemory:
         if not failed and self._folder is not None and self._nodes is not None:
             if self._nodes.is_first:
                 _keep_newest(self._folder, 1)
-                shutil.rmtree(_spare(self._folder), ignore_errors=True)
+                shutil.rmtree(_beside(self._folder, "spare"), ignore_errors=True)
             atexit.register(_end, self._folder, self._nodes)
             if self._group is not None:
                 dist.destroy_process_group(self._group)
@@ -590,24 +571,27 @@ def newest(nodes: Sequence[tuple[Mapping[str, Mapping[str, int]], Mapping[str, s
 
 
 def _keep_newest(folder: Path, count: int) -> None:
+    """Set aside what is too old, which the next checkpoint is written over."""
     for old in sorted(folder.iterdir())[:-count]:
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(_beside(folder, "spare"), ignore_errors=True)
+        old.rename(_beside(folder, "spare"))
 
 
-def _spare(folder: Path) -> Path:
-    """Return where the files of the checkpoint before the kept ones are, which the next one is written over."""
-    return folder.with_name(f"{folder.name}-spare")
+def _beside(folder: Path, what: str) -> Path:
+    """Return the place of something of a fit on a node.
+
+    Args:
+        folder: of the fit.
+        what: ``"spare"`` are files of the checkpoint before the kept ones, which the next one is written over;
+            ``"ended"`` says which processes have ended after the fit.
+    """
+    return folder.with_name(f"{folder.name}-{what}")
 
 
 def _reuse(path: Path) -> None:
     """Put an older file in the place of a new one, where there is one."""
     with suppress(FileNotFoundError):
-        (_spare(path.parent.parent) / path.name).rename(path)
-
-
-def _ended(folder: Path) -> Path:
-    """Return where the processes of a node that have ended after a fit say so."""
-    return folder.with_name(f"{folder.name}-ended")
+        (_beside(path.parent.parent, "spare") / path.name).rename(path)
 
 
 def _end(folder: Path, nodes: Nodes) -> None:
@@ -618,7 +602,7 @@ def _end(folder: Path, nodes: Nodes) -> None:
     if getattr(sys, "last_type", None) is not None:
         return
     with suppress(OSError):  # another process has removed it
-        ended = _ended(folder)
+        ended = _beside(folder, "ended")
         ended.mkdir(exist_ok=True)
         (ended / f"{os.getpid()}-{_started(os.getpid())}").touch()
         if len(list(ended.iterdir())) == nodes.per_node:

@@ -363,11 +363,6 @@ def labelled(optimizer: Optimizer, root: nn.Module) -> Iterator[tuple[str, nn.Pa
         yield names.get(id(parameter), f"@{position}"), parameter
 
 
-def labels_of(optimizer: Optimizer, root: nn.Module) -> list[str]:
-    """Return the names of an optimizer's parameters in the order of its groups."""
-    return [label for label, _ in labelled(optimizer, root)]
-
-
 class PieceCopies:
     """Copies of pieces in host memory, which the next save of the same pieces fills again.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from io import BytesIO
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -136,23 +135,17 @@ class SavedOptimizerState(StoredStates):
 
     @override
     def check(self, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> None:
-        sizes = [len(group["params"]) for group in groups]
-        ends = list(accumulate(sizes))
-        saved = [list(self.labels[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
-        labels, position = list[list[str]](), 0
-        for group in optimizer.param_groups:
-            labels.append([names.get(id(param), f"@{position + index}") for index, param in enumerate(group["params"])])
-            position += len(group["params"])
-        if labels == saved:
+        saved_sizes = [len(group["params"]) for group in groups]
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        here = [names.get(id(param), f"@{position}") for position, param in enumerate(params)]
+        if (here, sizes) == (self.labels, saved_sizes):
             return
-        here = [name for group in labels for name in group]
         lost, new = set(self.labels) - set(here), set(here) - set(self.labels)
         parts = [f"It has no {', '.join(sorted(new)[:3])}"] if new else []
         parts += [f"It has {', '.join(sorted(lost)[:3])}, which this optimizer has not"] if lost else []
         if not parts:
-            parts = [
-                f"Its groups have {sizes} parameters, or others in each, and here they have {list(map(len, labels))}"
-            ]
+            parts = [f"Its groups have {saved_sizes} parameters, or others in each, and here they have {sizes}"]
         rule = ". ".join(parts)
         fix = "Make the same groups of the same trainable parameters, or load the weights alone"
         raise ConfigError("checkpoint.optimizer_states", f"a state of {len(self.labels)} parameters", rule, fix)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -65,8 +65,11 @@ def find_experts(root: nn.Module, partition: Partition, modalities: Mapping[str,
     order = {path: place for place, (path, _) in enumerate(root.named_modules())}
     for match in plans:
         names = [name for name, _ in _inside(root, match.path).named_parameters(match.path)]
-        for modality in partition.users(*names) & degrees.keys():
-            _check_users(partition, names, match, modality, degrees[modality])
+        users = sorted(partition.users(*names))
+        for modality in degrees.keys() & users:
+            if len(users) > 1:
+                rule = f"{match.path} is used by {' and '.join(users)}, and experts are of one modality"
+                raise ConfigError(f"modalities.{modality}.ep_size", degrees[modality], rule, "Use ep_size=1")
             if match.path not in order:
                 rule = (
                     f"The experts of {match.called} are those of another layer too, and a plan is for one layer's own"
@@ -122,7 +125,11 @@ def _layer(root: nn.Module, match: LocatedExperts, modality: str, fields: Modali
     _check_contents(experts, match.path, modality, degree)
     adapters = adapters_around(root, match.path)
     check_adapters(adapters, modality, fields)
-    layer = ExpertLayer(
+    if number < degree:
+        fits = nearest(degree, lambda n: n <= number)
+        rule = f"{match.path} has {number} experts, and each rank holds one or more"
+        raise ConfigError(f"modalities.{modality}.ep_size", degree, rule, f"Use {one_of(fits)}")
+    return ExpertLayer(
         match.path,
         modality,
         number,
@@ -134,8 +141,6 @@ def _layer(root: nn.Module, match: LocatedExperts, modality: str, fields: Modali
         lengths={name: shape[0] for name, shape in shapes.items()},
         of_expert=of_expert,
     )
-    _check_number(layer)
-    return layer
 
 
 def _inside(root: nn.Module, path: str) -> nn.Module:
@@ -144,13 +149,6 @@ def _inside(root: nn.Module, path: str) -> nn.Module:
     except AttributeError:
         rule = "The experts of an ExpertParallelPlan are a module, by its path from an instance of the class"
         raise ConfigError("register_expert_parallel_plan", path, rule, "Name the module in `experts`") from None
-
-
-def _check_users(partition: Partition, names: Sequence[str], match: LocatedExperts, modality: str, degree: int) -> None:
-    users = sorted(partition.users(*names))
-    if len(users) > 1:
-        rule = f"{match.path} is used by {one_of(users).replace(' or ', ' and ')}, and experts are of one modality"
-        raise ConfigError(f"modalities.{modality}.ep_size", degree, rule, "Use ep_size=1")
 
 
 def _check_alone(root: nn.Module, path: str, modality: str, degree: int) -> None:
@@ -173,13 +171,6 @@ def _check_contents(experts: nn.Module, path: str, modality: str, degree: int) -
     if isinstance(experts, LISTS) and len({*experts.children()}) < len(experts):
         rule = f"{path} has one module for several of its {len(experts)} experts, and ranks share modules"
         raise ConfigError(field, degree, rule, "Use a module for each expert, or ep_size=1")
-
-
-def _check_number(layer: ExpertLayer) -> None:
-    if layer.number < layer.degree:
-        fits = nearest(layer.degree, lambda n: n <= layer.number)
-        rule = f"{layer.path} has {layer.number} experts, and each rank holds one or more"
-        raise ConfigError(f"modalities.{layer.modality}.ep_size", layer.degree, rule, f"Use {one_of(fits)}")
 
 
 def expert_groups(

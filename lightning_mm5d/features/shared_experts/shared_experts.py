@@ -81,7 +81,7 @@ class AwaitedResult(Tensor):
         if func in _SHAPED and isinstance(first, cls) and not any(isinstance(arg, torch.dtype) for arg in args):
             rest, options = args[1:], kwargs
             shape = func(torch.empty(first.shape, device="meta"), *rest, **options).shape
-            return _awaited(shape, first, lambda: func(first.result(), *rest, **options))
+            return awaited(shape, first, lambda: func(first.result(), *rest, **options))
         args, kwargs = tree_map_only(AwaitedResult, AwaitedResult.result, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
@@ -90,17 +90,14 @@ class AwaitedResult(Tensor):
         raise RuntimeError(f"{func} takes a result of experts that is still under way; clone it before")
 
 
-def awaited(like: Tensor, finish: Callable[[], Tensor]) -> AwaitedResult:
+def awaited(shape: torch.Size, like: Tensor, finish: Callable[[], Tensor]) -> AwaitedResult:
     """Return what stands for the result of `finish`, which is called at most once.
 
     Args:
-        like: of the result's shape, dtype and device.
+        shape: of the result.
+        like: of the result's dtype and device.
         finish: waits for the result, and returns it.
     """
-    return _awaited(like.shape, like, finish)
-
-
-def _awaited(shape: torch.Size, like: Tensor, finish: Callable[[], Tensor]) -> AwaitedResult:
     placeholder: AwaitedResult = _make_wrapper(AwaitedResult, shape, dtype=like.dtype, device=like.device)
     placeholder._finish, placeholder._arrived = finish, None
     return placeholder
@@ -280,11 +277,9 @@ class SharedExperts(Removable):
         finish = self._dispatched(layer, hidden, index, weights)
         if copies is not None:
             return gather(finish(), 0, lengths, copies).view(tokens.shape)
-        return awaited(hidden, finish).view(tokens.shape) if self._overlaps(layer, hidden) else finish().view_as(tokens)
-
-    def _overlaps(self, layer: HeldExperts, hidden: Tensor) -> bool:
         # a checkpoint compares the order of what is saved, and a traced forward may use the result sooner
-        return layer.overlaps and type(hidden) is Tensor and not in_checkpoint()
+        overlaps = layer.overlaps and type(hidden) is Tensor and not in_checkpoint()
+        return awaited(hidden.shape, hidden, finish).view(tokens.shape) if overlaps else finish().view_as(tokens)
 
     def _dispatched(self, layer: HeldExperts, hidden: Tensor, index: Tensor, weights: Tensor) -> Callable[[], Tensor]:
         """Bring rows to their experts; return what waits for the results and gives each token the sum of its own."""

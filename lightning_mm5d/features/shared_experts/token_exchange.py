@@ -122,13 +122,14 @@ class Rounds:
             if all(wish.kind == END for wish in wishes):
                 return None
             chosen = min((wish for wish in wishes if wish.kind != END), key=_order(forward))
-            agreeing = [wish for wish in wishes if wish[:3] == chosen[:3]]
-            counts = tuple(wish.counts if wish[:3] == chosen[:3] else (0,) * len(chosen.counts) for wish in wishes)
+            nothing = Wish(counts=(0,) * len(chosen.counts))
+            agreeing = [wish if wish[:3] == chosen[:3] else nothing for wish in wishes]
             trains, wants = (any(getattr(wish, name) for wish in agreeing) for name in ("trains", "wants"))
-            wishing = frozenset(place for place, wish in enumerate(wishes) if wish[:3] == chosen[:3])
-            calls = tuple((wish.expert, wish.batch) if wish[:3] == chosen[:3] else (0, 0) for wish in wishes)
+            counts = tuple(wish.counts for wish in agreeing)
+            wishing = frozenset(place for place, wish in enumerate(agreeing) if wish is not nothing)
+            calls = tuple((wish.expert, wish.batch) for wish in agreeing)
             this_round = Round(chosen, trains, wants, counts, wishing, calls)
-            if wish[:3] == chosen[:3]:
+            if self.place in wishing:
                 return this_round
             self._serve(this_round)
 
@@ -209,24 +210,20 @@ class TokenGroup:
         group: their process group.
 
     Attributes:
-        size: number of ranks.
         index: of this rank.
-        moved: bytes of rows that this rank has sent to others.
         hand_over: called between the start of an exchange and the wait for it, so that another microbatch is computed
             meanwhile; the same on all ranks that share experts of the stage. None just waits.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.size, self.index = dist.get_world_size(group), dist.get_rank(group)
-        self.moved = 0
+        self.index = dist.get_rank(group)
         self.hand_over: Callable[[], None] | None = None
 
     def begin(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Arriving:
         """Begin to send rows ``[sum(sent), H]`` to each rank in turn; those of each arrive, ``[sum(received), H]``."""
         rows, arriving = rows.contiguous(), rows.new_empty(sum(received), *rows.shape[1:])
         work = dist.all_to_all_single(arriving, rows, list(received), list(sent), group=self._group, async_op=True)
-        self.moved += (sum(sent) - sent[self.index]) * rows[:1].nbytes
         return Arriving(self, arriving, rows, work)
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -325,44 +322,27 @@ Exchange = Callable[[Tensor, Wish], tuple[Arriving, Record | None]]
 ExchangeBack = Callable[[Tensor, Record | None], Backward]
 
 
+@dataclass(eq=False)
 class TokenCall:
     """One call of a layer's experts with tokens of this rank.
 
-    Args:
+    Attributes:
         exchange: has the experts of all ranks compute rows.
         exchange_back: begins to bring gradients of results to the experts, given the record of the forward.
         wish: the forward, without what its rows say.
         again: whether it is computed again in the backward, so that nothing is kept now.
+        results: from where rows leave to where the results arrive.
+        record: of the forward, where it is kept.
+        opened: the backward, from where gradients leave to where they arrive.
     """
 
-    def __init__(self, exchange: Exchange, exchange_back: ExchangeBack, wish: Wish, *, again: bool) -> None:
-        self._exchange, self._exchange_back, self._wish, self._again = exchange, exchange_back, wish, again
-        self._results: Arriving | None = None
-        self._record: Record | None = None  # where it is kept
-        self._backward: Backward | None = None
-
-    def leave(self, rows: Tensor, *, trains: bool, wants: bool) -> None:
-        """Bring rows to their experts; the results are under way then."""
-        dtype = DTYPES.index(rows.dtype)
-        trains = trains and not self._again
-        wish = self._wish._replace(trains=int(trains), wants=int(wants), dtype=dtype, width=rows.shape[1])
-        self._results, self._record = self._exchange(rows, wish)
-
-    def arrive(self) -> Tensor:
-        """Return the results."""
-        results, self._results = self._results, None
-        assert results is not None
-        return results.wait()
-
-    def leave_back(self, gradient: Tensor) -> None:
-        """Begin to bring gradients of results to the experts."""
-        self._backward = self._exchange_back(gradient, self._record)
-
-    def arrive_back(self) -> Tensor | None:
-        """Return the gradients of rows, if anybody wants them."""
-        opened, self._backward = self._backward, None
-        assert opened is not None
-        return opened.end()
+    exchange: Exchange
+    exchange_back: ExchangeBack
+    wish: Wish
+    again: bool
+    results: Arriving | None = None
+    record: Record | None = None
+    opened: Backward | None = None
 
 
 class Leave(torch.autograd.Function):
@@ -370,14 +350,19 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, rows: Tensor, call: TokenCall) -> Tensor:
-        call.leave(rows, trains=ctx.needs_input_grad[0], wants=ctx.needs_input_grad[1])
+        wants_anchor, wants_rows, _ = ctx.needs_input_grad
+        trains, dtype = int(wants_anchor and not call.again), DTYPES.index(rows.dtype)
+        wish = call.wish._replace(trains=trains, wants=int(wants_rows), dtype=dtype, width=rows.shape[1])
+        call.results, call.record = call.exchange(rows, wish)
         ctx.call = call
         return rows.new_zeros(())
 
     @staticmethod
     @ends_graph
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.call.arrive_back()
+        opened, ctx.call.opened = ctx.call.opened, None
+        assert opened is not None
+        gradients = opened.end()
         return None, gradients if ctx.needs_input_grad[1] else None, None
 
 
@@ -389,11 +374,13 @@ class Arrive(torch.autograd.Function):
         ctx.call = call
         # where the layer is computed again in the backward, asking for it has that done first
         ctx.save_for_backward(ticket.new_empty(0))
-        return call.arrive()
+        results, call.results = call.results, None
+        assert results is not None
+        return results.wait()
 
     @staticmethod
     @ends_graph
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
-        ctx.call.leave_back(gradient)
+        ctx.call.opened = ctx.call.exchange_back(gradient, ctx.call.record)
         return gradient.new_zeros(()), None

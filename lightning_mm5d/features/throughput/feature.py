@@ -26,7 +26,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -163,18 +163,18 @@ class ThroughputFigures(Attached, AroundSteps, AroundStep):
         self._batch: Any = None
         self._actions: Sequence[Action] = ()
         self._count: FlopCount | None = None
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()  # what takes hooks away that count the step that runs
         self._tokens, self._calls = Counter[str](), Counter[str]()
         self._moments: list[Moment] = []  # at the begin of the last schedule, at its end, and before optimizers step
         cached = [name for name in self._served if running.plan.modalities[name].memory.cache_features is not None]
-        self._take_away = [hook for name in cached for hook in self._hooked(name, self._calls, each=True)]
-        self._take_away.append(put(callback, "figures", self))
+        for name in cached:
+            self._hook(self.changes, name, self._calls, each=True)
+        self.put_attribute(callback, "figures", self)
 
     @override
     def remove(self) -> None:
         self._close()
-        for take_away in self._take_away:
-            take_away()
+        super().remove()
 
     # --- phase 1 ---
 
@@ -280,8 +280,10 @@ class ThroughputFigures(Attached, AroundSteps, AroundStep):
             return
         self._measured += 1
         self._tokens.clear()
-        self._undo = [put(self._running.engine, "beside", None)]  # copies run in other threads, where nothing counts
-        self._undo += [hook for name in self._served for hook in self._hooked(name, self._tokens, each=False)]
+        # copies run in other threads, where nothing counts
+        self._undo.callback(put(self._running.engine, "beside", None))
+        for name in self._served:
+            self._hook(self._undo, name, self._tokens, each=False)
         self._count = FlopCount(self._running.module, self._owners, self._copies, self._partition.loss_modality)
         self._count.begin()
 
@@ -291,20 +293,19 @@ class ThroughputFigures(Attached, AroundSteps, AroundStep):
         if count is None:
             return
         count.end()
-        for take_away in reversed(self._undo):
-            take_away()
+        self._undo.close()
         assert self._key is not None
         record = self._records.setdefault((self._key, _calls(self._calls)), Counter())
         record.update({_NUMBER: 1, _ELEMENTS: self._elements})
         for kind, values in (("flops", count.flops), ("again", count.again), ("tokens", self._tokens)):
             record.update({(kind, name): value for name, value in values.items()})
 
-    def _hooked(self, name: str, into: Counter[str], *, each: bool) -> list[Callable[[], None]]:
+    def _hook(self, until: ExitStack, name: str, into: Counter[str], *, each: bool) -> None:
         """Count calls of a modality's first layer, or the tokens that enter it, where this rank computes it."""
         stage = self._running.plan.topology.stage_of[self._partition.stages[name][0].name]
         paths, sizes = self._partition.parts[name].paths, self._layout.sizes(name)
         if not paths or self._running.rank not in self._running.plan.topology.ranks_of(stage):
-            return []
+            return
 
         def hook(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
             if in_backward() or self._running.engine.stage() not in (None, stage):
@@ -314,7 +315,8 @@ class ThroughputFigures(Attached, AroundSteps, AroundStep):
             if hidden is not None:  # of all tokens, on each of the ranks that share them
                 into[name] += 1 if each else hidden.shape[:-1].numel() / (sizes.tp * sizes.cp)  # type: ignore[assignment]
 
-        return [self._running.module.get_submodule(paths[0]).register_forward_pre_hook(hook, with_kwargs=True).remove]
+        layer = self._running.module.get_submodule(paths[0])
+        until.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     # --- phases 2 and 3 ---
 
@@ -444,7 +446,7 @@ def _peak(trainer: pl.Trainer, module: pl.LightningModule) -> float | None:
 class ReplicaThroughput(Feature):
     """Has no field: a `ThroughputMonitor` or a `ModalityThroughput` among the callbacks asks for it."""
 
-    def attach(self, running: Running) -> Attached | None:
+    def attach(self, running: Running) -> Attached:
         """Correct what the monitors of this run compute, and count for a `ModalityThroughput`."""
         layout, callbacks = running.plan.layout, vars(running.trainer)["callbacks"]
         monitors = [callback for callback in callbacks if isinstance(callback, ThroughputMonitor)]
@@ -457,25 +459,12 @@ class ReplicaThroughput(Feature):
         batches = layout.num_replicas / layout.size
         if share == batches == 1.0:
             counted = []
-        corrections = [
-            put(meter, "compute", _scaled(meter.compute, share, batches, meter.separator)) for meter in counted
-        ]
-        figures = [ThroughputFigures(running, callback) for callback in others]
-        return _Counted(corrections, figures) if corrections or figures else None
-
-
-class _Counted(Attached):
-    """Monitors whose figures are corrected, and figures of our own."""
-
-    def __init__(self, corrections: Sequence[Callable[[], None]], figures: Sequence[ThroughputFigures]) -> None:
-        self._corrections, self._figures = corrections, figures
-
-    def remove(self) -> None:
-        """Leave the monitors as they were."""
-        for figures in self._figures:
-            figures.remove()
-        for take_away in reversed(self._corrections):
-            take_away()
+        attached = Attached()
+        for meter in counted:
+            attached.put_attribute(meter, "compute", _scaled(meter.compute, share, batches, meter.separator))
+        for callback in others:
+            attached.changes.callback(ThroughputFigures(running, callback).remove)
+        return attached
 
 
 def _scaled(

@@ -58,14 +58,48 @@ class Timeline(Feature):
 
 
 class _Recorded(Attached):
+    """Writes the last step of all ranks: a Chrome trace where the path ends in ``.json``, else a picture.
+
+    Args:
+        path: of the file; rank 0 writes it.
+        running: the run on this rank.
+    """
+
     def __init__(self, path: str, running: Running) -> None:
         self._path, self._running = path, running
         self._recorder = _UsualSteps(running)
         running.engine.around.append(self._recorder)
 
     def finish(self) -> None:
-        """Draw the last step."""
-        write_timeline(self._path, self._recorder, self._running)
+        """Draw the last step; collective."""
+        path, recorder, running = self._path, self._recorder, self._running
+        plan, wire, trainable = running.plan, message_device(running.device), recorder.trainable
+        counts = [recorder.count, recorder.number]
+        recorded = torch.tensor([*counts, *(-value for value in counts)], device=wire)
+        dist.all_reduce(recorded, dist.ReduceOp.MIN)
+        least, most = recorded[:2].tolist(), recorded[2:].neg().tolist()
+        if trainable is None or least != most:
+            return
+        ran = _ran(plan, running.schedule, recorder.count, trainable)
+        spans = _gathered(recorder, plan, ran, recorder.count, running.rank, wire)
+        if running.rank != 0:
+            return
+        graph = plan.graphs.graph(range(plan.layout.num_replicas), recorder.count, trainable)
+        seen = measured(spans)
+        both = _side_by_side(seen, simulate(ran, _costed(graph, seen)))
+        names = {
+            2 * lead + which: f"{lead}  {label}"
+            for lead in ran
+            for which, label in enumerate((", ".join(plan.topology.stages_of(lead)), "simulated"))
+        }
+        try:
+            if path.endswith(".json"):
+                told = {**about(plan, recorder.count), "samples": recorder.samples}
+                chrome_trace(both, path, names=names, unit=SECONDS, about=told)
+            else:
+                draw(both, path, names=names, unit=SECONDS)
+        except (OSError, ValueError) as error:
+            rank_zero_warn(f"timeline: {path} cannot be written: {error}")
 
 
 class _UsualSteps(Recorder):
@@ -90,44 +124,6 @@ class _UsualSteps(Recorder):
 
 
 _MOMENT = 1e-9  # seconds; a cost of 0 would mean that there is no backward
-
-
-def write_timeline(path: str, recorder: _UsualSteps, running: Running) -> None:
-    """Write the last step of all ranks to `path`: a Chrome trace if it ends in ``.json``, else a picture. Collective.
-
-    Args:
-        path: path of the file; rank 0 writes it.
-        recorder: the recorder of this rank.
-        running: the run on this rank.
-    """
-    plan, schedule, rank, wire = running.plan, running.schedule, running.rank, message_device(running.device)
-    trainable = recorder.trainable
-    counts = [recorder.count, recorder.number]
-    recorded = torch.tensor([*counts, *(-value for value in counts)], device=wire)
-    dist.all_reduce(recorded, dist.ReduceOp.MIN)
-    least, most = recorded[:2].tolist(), recorded[2:].neg().tolist()
-    if trainable is None or least != most:
-        return
-    ran = _ran(plan, schedule, recorder.count, trainable)
-    spans = _gathered(recorder, plan, ran, recorder.count, rank, wire)
-    if rank != 0:
-        return
-    graph = plan.graphs.graph(range(plan.layout.num_replicas), recorder.count, trainable)
-    seen = measured(spans)
-    both = _side_by_side(seen, simulate(ran, _costed(graph, seen)))
-    names = {
-        2 * lead + which: f"{lead}  {label}"
-        for lead in ran
-        for which, label in enumerate((", ".join(plan.topology.stages_of(lead)), "simulated"))
-    }
-    try:
-        if path.endswith(".json"):
-            told = {**about(plan, recorder.count), "samples": recorder.samples}
-            chrome_trace(both, path, names=names, unit=SECONDS, about=told)
-        else:
-            draw(both, path, names=names, unit=SECONDS)
-    except (OSError, ValueError) as error:
-        rank_zero_warn(f"timeline: {path} cannot be written: {error}")
 
 
 _COSTLY = ("tp_size", "tp_mode", "cp_size", "cp_mode", "ep_size", "activation_checkpointing")
@@ -193,12 +189,10 @@ def _side_by_side(seen: Simulation, simulated: Simulation) -> Simulation:
     """Both in one: rank r is row ``2 * r`` as measured and row ``2 * r + 1`` as simulated."""
     parts = (seen, simulated)
     spans = [replace(span, rank=2 * span.rank + which) for which, part in enumerate(parts) for span in part.spans]
-    makespan = max(part.makespan for part in parts)
-    busy = {2 * rank + which: time for which, part in enumerate(parts) for rank, time in part.busy.items()}
     return Simulation(
         spans=tuple(sorted(spans, key=lambda span: (span.start, span.rank))),
-        makespan=makespan,
-        busy=busy,
+        makespan=max(part.makespan for part in parts),
+        busy={2 * rank + which: time for which, part in enumerate(parts) for rank, time in part.busy.items()},
         bubble={2 * rank + which: share for which, part in enumerate(parts) for rank, share in part.bubble.items()},
         peak_activations={
             2 * rank + which: peak for which, part in enumerate(parts) for rank, peak in part.peak_activations.items()

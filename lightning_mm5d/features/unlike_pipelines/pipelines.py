@@ -28,12 +28,7 @@ from lightning_mm5d.config.modality import Modality, decoders_of
 UNLIKE_SCHEDULES = ("gpipe", "1f1b", "zero_bubble", "auto")
 """The schedules of replicas with unlike pipelines."""
 _INSTEAD = ("dp_size", "pp_size", "pipeline_template")
-_USUAL = {
-    "tp_mode": ("1d",),
-    "pp_chunks": (1,),
-    "colocate_with": (None,),
-    "cost": (None,),
-}
+_USUAL = {"tp_mode": "1d", "pp_chunks": 1, "colocate_with": None, "cost": None}
 """Fields that do not go with `pipelines`, and their values that do."""
 _FORMS = "It lists the pipelines of the replicas, as in [4, 3], or says how long they are at least, as in {min: 3}"
 
@@ -141,10 +136,12 @@ def _check_form(field: str, form: object) -> None:
         for key in form:
             if key not in ("min", "max"):
                 raise ConfigError(field, dict(form), f"It has no {key!r}", did_you_mean(key, ("min", "max")))
-        for key in ("min", "max"):
-            _check_length(f"{field}.{key}", form.get(key), wanted=key == "min")
-        if "max" in form and form["max"] < form["min"]:
-            raise ConfigError(f"{field}.max", form["max"], f"It is at least min={form['min']}", "Leave it unset")
+        shortest, longest = form.get("min"), form.get("max")
+        _check_length(f"{field}.min", shortest)
+        if longest is not None:
+            _check_length(f"{field}.max", longest)
+            if longest < shortest:
+                raise ConfigError(f"{field}.max", longest, f"It is at least min={shortest}", "Leave it unset")
         return
     if not isinstance(form, list | tuple) or not form:
         raise ConfigError(field, form, _FORMS, "Use one of these, or pp_size where all replicas are equal")
@@ -159,12 +156,10 @@ def _check_form(field: str, form: object) -> None:
             rule = "Pipelines are given either all by their number of stages or all by templates"
             raise ConfigError(f"{field}[{index}]", pipeline, rule, "Use for instance [4, 3]")
         else:
-            _check_length(f"{field}[{index}]", pipeline, wanted=True)
+            _check_length(f"{field}[{index}]", pipeline)
 
 
-def _check_length(field: str, value: object, *, wanted: bool) -> None:
-    if value is None and not wanted:
-        return
+def _check_length(field: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**20:
         raise ConfigError(field, value, "A pipeline has a whole number of stages, at least 1", "Use for instance 3")
 
@@ -176,9 +171,9 @@ def _check_beside(name: str, modality: Modality) -> None:
             rule = "pipelines says how many replicas there are and which stages each of them has"
             raise ConfigError(f"modalities.{name}.{path_of(field)}", setting, rule, "Leave one of them unset")
     for field, usual in _USUAL.items():
-        if (setting := value_of(modality, field)) not in usual:
+        if (setting := value_of(modality, field)) != usual:
             rule = f"It does not go with unlike pipelines (modalities.{name}.pipeline.pipelines)"
-            raise ConfigError(f"modalities.{name}.{path_of(field)}", setting, rule, f"Use {usual[0]}")
+            raise ConfigError(f"modalities.{name}.{path_of(field)}", setting, rule, f"Use {usual}")
 
 
 def _check_shares(name: str, modalities: Mapping[str, Modality]) -> None:
