@@ -39,12 +39,12 @@ Write = Callable[[Any], None]  # of bytes or a buffer
 FEW = 63  # distinct values of a side for which a table of all combinations is kept; as many bits as an int64 has
 
 
-class Value(ABC):
+class Value:
     """A value for each pair of a query and a key."""
 
-    @abstractmethod
     def parts(self) -> Iterator[Any]:
         """Yield everything that determines the value: names, numbers, tensors and other values."""
+        yield from vars(self).values()
 
     def write(self, write: Write) -> None:
         """Hand the bytes of the content to `write`: equal bytes mean equal values."""
@@ -75,10 +75,6 @@ class Leaf(Value):
     def __init__(self, side: str, values: Tensor) -> None:
         self.side, self.values = side, values
 
-    def parts(self) -> Iterator[Any]:
-        yield self.side
-        yield self.values
-
     def rows(self) -> int:
         return len(self.values)
 
@@ -88,9 +84,6 @@ class Constant(Value):
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-
-    def parts(self) -> Iterator[Any]:
-        yield self.tensor
 
 
 class Sum(Value):
@@ -104,18 +97,12 @@ class Sum(Value):
     def __init__(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> None:
         self.q, self.k, self.dtype = Leaf("q", q), Leaf("k", k), dtype
 
-    def parts(self) -> Iterator[Any]:
-        yield from (self.q, self.k, self.dtype)
-
 
 class Distance(Value):
     """The absolute value of a sum."""
 
     def __init__(self, sum: Sum) -> None:
         self.sum = sum
-
-    def parts(self) -> Iterator[Any]:
-        yield self.sum
 
 
 class Call(Value):
@@ -149,9 +136,6 @@ class Truth(Condition):
     def __init__(self, call: Call) -> None:
         self.call = call
 
-    def parts(self) -> Iterator[Any]:
-        yield self.call
-
 
 class Guard(Condition):
     """A condition on one side alone.
@@ -168,9 +152,6 @@ class Guard(Condition):
     def side(self) -> str:
         return self.leaf.side
 
-    def parts(self) -> Iterator[Any]:
-        yield self.leaf
-
 
 class Compare(Condition):
     """How a query's value compares to a key's.
@@ -184,9 +165,6 @@ class Compare(Condition):
         q, k = _ranks(q, k)
         self.how, self.q, self.k = how, Leaf("q", q), Leaf("k", k)
 
-    def parts(self) -> Iterator[Any]:
-        yield from (self.how, self.q, self.k)
-
 
 class Table(Condition):
     """A condition that only depends on which of a few kinds query and key are of.
@@ -198,9 +176,6 @@ class Table(Condition):
 
     def __init__(self, q: Tensor, k: Tensor, table: Tensor) -> None:
         self.q, self.k, self.table = Leaf("q", q), Leaf("k", k), table
-
-    def parts(self) -> Iterator[Any]:
-        yield from (self.q, self.k, self.table)
 
 
 class Every(Condition):
@@ -218,9 +193,6 @@ class Opposite(Condition):
 
     def __init__(self, condition: Condition) -> None:
         self.condition = condition
-
-    def parts(self) -> Iterator[Any]:
-        yield self.condition
 
 
 class Function(Condition):
@@ -431,7 +403,8 @@ def _judge(condition: Condition, where: Where) -> Judge:
     if isinstance(condition, Compare):
         return _equality(condition, where) if condition.how == "eq" else _Order(condition, where)
     if isinstance(condition, Table):
-        return _table(condition, where)
+        q, k = where.q.take(condition.q.values, where.row), where.k.take(condition.k.values, where.row)
+        return _Counts(q, k, condition.table, condition.table.shape[1], where)
     if isinstance(condition, Opposite):
         return _Opposite(condition, where)
     if isinstance(condition, (Truth, Function)):
@@ -604,11 +577,6 @@ class _Unknown(Judge):
             return values[where.q.index[i]][:, :, None] if leaf.side == "q" else values[where.k.index[j]][:, None, :]
 
         return evaluate(self._condition.call, take).to(torch.bool).expand(size)
-
-
-def _table(condition: Table, where: Where) -> Judge:
-    q, k = where.q.take(condition.q.values, where.row), where.k.take(condition.k.values, where.row)
-    return _Counts(q, k, condition.table, condition.table.shape[1], where)
 
 
 def _equality(condition: Compare, where: Where) -> Judge:

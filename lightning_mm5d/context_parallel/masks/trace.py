@@ -151,6 +151,7 @@ RULES: dict[str, Callable[..., Value | None]] = {
     "cast": _cast,
     "add": _add,
     "sub": lambda dtype, x, y: _add(dtype, x, y, -1),
+    "rsub": lambda dtype, x, y: _add(dtype, y, x, -1),
     "neg": _neg,
     "abs": _abs,
     "eq": _eq,
@@ -346,9 +347,7 @@ class _Tracer:
         dtype = self._sample(name, func, values, keywords)
         result = None
         if not keywords or name == "cast":
-            turned = name in ("rsub", "radd", "rmul", "rand", "ror", "rxor")
-            ordered = tree_map(self._leaf, values[::-1] if turned else values)
-            result = combine(name[1:] if turned else name, dtype, ordered)
+            result = combine(name, dtype, tree_map(self._leaf, values))
         if result is None:
             call = Call(func, self._as_parts(values, name == "index"), keywords, dtype)
             result = truth(call) if dtype == torch.bool else call
@@ -460,20 +459,15 @@ def _sides(value: Any) -> str:
 
 # names of functions of torch and of methods of tensors, by their rule; "other": elementwise, without a rule
 _FUNCTIONS = {
-    "and": "bitwise_and logical_and __and__",
-    "or": "bitwise_or logical_or __or__",
-    "xor": "bitwise_xor logical_xor __xor__",
+    "and": "bitwise_and logical_and __and__ __rand__",
+    "or": "bitwise_or logical_or __or__ __ror__",
+    "xor": "bitwise_xor logical_xor __xor__ __rxor__",
     "not": "bitwise_not logical_not __invert__",
-    "rand": "__rand__",
-    "ror": "__ror__",
-    "rxor": "__rxor__",
     "where": "where",
-    "add": "add __add__",
-    "radd": "__radd__",
+    "add": "add __add__ __radd__",
     "sub": "sub subtract __sub__",
     "rsub": "rsub __rsub__",
-    "mul": "mul multiply __mul__",
-    "rmul": "__rmul__",
+    "mul": "mul multiply __mul__ __rmul__",
     "neg": "neg negative __neg__",
     "abs": "abs absolute __abs__",
     "le": "le less_equal __le__",
