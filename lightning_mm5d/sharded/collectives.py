@@ -254,13 +254,23 @@ class TensorGroup:
         unit = math.prod(size for dim, size in enumerate(shape) if dim != source % local.dim())
         counts = [unit * length for length in before]
         sent = torch.cat([piece.reshape(-1) for piece in pieces])
-        received = sent.new_empty(sum(counts))
-        if not self.is_silent:
-            lengths = [piece.numel() for piece in pieces]
-            self.wait(dist.all_to_all_single(received, sent, counts, lengths, group=self.group, async_op=True))
-            self.moved += (sent.numel() - pieces[self.index].numel()) * sent.element_size()
+        received = self.start_all_to_all(sent, [piece.numel() for piece in pieces], counts)()
         rows = zip(received.split(counts), before, strict=True)
         return torch.cat([row.view(with_length(shape, source, length)) for row, length in rows], source)
+
+    def start_all_to_all(self, sent: Tensor, send: Sequence[int], receive: Sequence[int]) -> Wait:
+        """Start to send a piece to each rank and to receive one from each; return what waits for these.
+
+        Args:
+            sent: all pieces, one after the other, in one dim, as what is received.
+            send: elements for each rank.
+            receive: elements from each rank.
+        """
+        received, work = sent.new_empty(sum(receive)), None
+        if not self.is_silent:
+            work = dist.all_to_all_single(received, sent, list(receive), list(send), group=self.group, async_op=True)
+            self.moved += (sent.numel() - send[self.index]) * sent.element_size()
+        return self._after(work, lambda: received, sent)
 
     # --- what a `Sharded` asks of its group, in autograd's graph ---
 

@@ -77,11 +77,6 @@ class TokenSplit:
         return split
 
     @property
-    def key(self) -> tuple[tuple[Range, ...], ...]:
-        """What tells splits of one size apart: plain integers, the same on every rank and in every process."""
-        return self.ranges
-
-    @property
     def ranks(self) -> int:
         """Number of ranks, R."""
         return len(self.ranges)
@@ -107,6 +102,25 @@ class TokenSplit:
             return on_device(order, device)
 
         return self.cached(("order", torch.device(device)), inverse)
+
+    @cached_property
+    def _in_order(self) -> bool:
+        rows = [piece for held in self.ranges for piece in held]
+        return rows == sorted(rows)
+
+    def ordered(self, parts: Tensor, dim: int) -> Tensor:
+        """Return the sequence, given the tokens of all ranks in a row along `dim`; a view where it can."""
+        return parts if self._in_order else parts.index_select(dim, self.order(parts.device))
+
+    def parted(self, sequence: Tensor, dim: int) -> Tensor:
+        """Return the tokens of all ranks in a row, given the sequence; a view where it can."""
+        if self._in_order:
+            return sequence
+        device = sequence.device
+        row = self.cached(
+            ("row", device), lambda: on_device(torch.cat([_tokens(held) for held in self.ranges]), device)
+        )
+        return sequence.index_select(dim, row)
 
     def cached(self, name: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` made of this split the first time, for as long as the split lives."""
@@ -194,8 +208,7 @@ class ShardedSequence:
 
     def gather(self, local: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """The full tensor, in the order of tokens, outside of autograd's graph."""
-        full = self.holders.ranks.gather(local, dim, lengths)
-        return full if self._in_order else full.index_select(dim, self.split.order(local.device))
+        return self.split.ordered(self.holders.ranks.gather(local, dim, lengths), dim)
 
     def copied(self, x: Tensor) -> Tensor:
         """The replicated `x` for work on local tensors."""
@@ -229,10 +242,7 @@ class ShardedSequence:
             return self.gather(x, dim, lengths)
 
         def summed(gradient: Tensor) -> Tensor:
-            if not self._in_order:
-                parts = [self.split.indices(rank, gradient.device) for rank in range(self.size)]
-                gradient = gradient.index_select(dim, torch.cat(parts))
-            return ranks.sum_scattered(gradient, dim, lengths)
+            return ranks.sum_scattered(self.split.parted(gradient, dim), dim, lengths)
 
         return differentiable(x, lambda x: self.gather(x, dim, lengths), summed)
 
@@ -322,11 +332,6 @@ class ShardedSequence:
         count = self.size // self.holders.degree
         first = self.index - self.index % count
         return self.lengths[first : first + count]
-
-    @cached_property
-    def _in_order(self) -> bool:
-        rows = [piece for held in self.split.ranges for piece in held]
-        return rows == sorted(rows)
 
     def _view(self, key: Any, make: Callable[[], TokenSplit], base: ShardedSequence | None = None) -> ShardedSequence:
         # one object for one view, so that tensors of it work together
