@@ -198,16 +198,10 @@ class TensorGroup:
     def start_gather(self, local: Tensor, dim: int, lengths: Sequence[int], *, exact: bool = False) -> Wait:
         """Start `gather`; return what waits for it. All ranks wait in the order in which they start."""
         longest, dim = max(lengths), dim % local.dim()
-        padded = local.detach()
-        if lengths[self.index] < longest:
-            shape = [*padded.shape]
-            shape[dim] = longest - lengths[self.index]
-            padded = torch.cat([padded, padded.new_zeros(shape)], dim)
-        shards = padded.new_empty(self.size, *padded.shape)
-        work = None
+        sent, work = padded(local.detach(), dim, longest), None
+        shards = sent.new_empty(self.size, *sent.shape)
         if not self.is_silent:
-            padded = padded.contiguous()
-            work = all_gather_single(shards.flatten(0, 1), padded, group=self.group, async_op=True)
+            work = all_gather_single(shards.flatten(0, 1), sent, group=self.group, async_op=True)
             self.moved += shards.nbytes * (self.size - 1) / self.size
 
         def full() -> Tensor:
@@ -217,7 +211,7 @@ class TensorGroup:
                 )
             return owned(shards.movedim(0, dim).flatten(dim, dim + 1))
 
-        return self._after(work, full, padded)
+        return self._after(work, full, sent)
 
     def sum_scattered(self, full: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """Return this rank's shard along `dim` of the sum over ranks; the shards are `lengths` long."""
@@ -228,9 +222,7 @@ class TensorGroup:
         longest, dim = max(lengths), dim % full.dim()
         full = full.detach()
         if any(length != longest for length in lengths):
-            shape = [self.size, *full.shape]
-            shape[dim + 1] = longest
-            shards = full.new_zeros(shape)
+            shards = full.new_zeros(self.size, *with_length(full.shape, dim, longest))
             for shard, piece, length in zip(shards, full.split(list(lengths), dim), lengths, strict=True):
                 shard.narrow(dim, 0, length).copy_(piece)
         else:
@@ -249,8 +241,8 @@ class TensorGroup:
 
     def exchange(self, local: Tensor, source: int, before: Sequence[int], target: int, after: Sequence[int]) -> Tensor:
         """Return the shard along `target`, `after` long, of what is sharded along `source`, `before` long."""
-        shape, pieces = [*local.shape], local.detach().split(list(after), target)
-        shape[target] = after[self.index]
+        pieces = local.detach().split(list(after), target)
+        shape = with_length(local.shape, target, after[self.index])
         unit = math.prod(size for dim, size in enumerate(shape) if dim != source % local.dim())
         counts = [unit * length for length in before]
         sent = torch.cat([piece.reshape(-1) for piece in pieces])
@@ -306,6 +298,12 @@ def with_length(shape: Sequence[int], dim: int, length: int) -> list[int]:
     new_shape = [*shape]
     new_shape[dim] = length
     return new_shape
+
+
+def padded(x: Tensor, dim: int, length: int) -> Tensor:
+    """`x` without gaps in memory, and with zeros after it along `dim` up to a length."""
+    missing = length - x.shape[dim]
+    return (torch.cat([x, x.new_zeros(with_length(x.shape, dim, missing))], dim) if missing else x).contiguous()
 
 
 def owned(x: Tensor) -> Tensor:

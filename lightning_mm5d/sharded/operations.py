@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_mm5d.data.random_state import drawn_seed
 from lightning_mm5d.sharded.class_operations import FUNCTIONS, along_classes, cross_entropy
-from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.collectives import TensorGroup, with_length
 from lightning_mm5d.sharded.sequence import (
     cross_entropy_of_tokens,
     is_tokens,
@@ -263,8 +263,7 @@ def _reshaped(x: Sharded, sizes: Sequence[Any]) -> Any:
     before = math.prod(shape[: sharding.dim])
     for place, size in enumerate(sizes):
         if size == sharding.size and math.prod(sizes[:place]) == before and math.prod(sizes) == shape.numel():
-            local_sizes = [*sizes]
-            local_sizes[place] = x.local.shape[sharding.dim]
+            local_sizes = with_length(sizes, place, x.local.shape[sharding.dim])
             return as_sharded(x.local.reshape(local_sizes), sharding._replace(dim=place - len(sizes)))
     return reshaped_sequences(x, sizes) if math.prod(sizes) == shape.numel() else NotImplemented
 
@@ -292,8 +291,8 @@ def _flatten(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 def _moved(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Rule of functions that add, remove or reorder dims; an example shows where the sharded one goes."""
     x = args[0]
-    sharding, sizes = x.sharding, [1 if size == 1 else 3 for size in x.shape]
-    sizes[sharding.dim] = 2
+    sharding = x.sharding
+    sizes = with_length([1 if size == 1 else 3 for size in x.shape], sharding.dim, 2)
     example = func(torch.empty(1).expand(sizes), *args[1:], **kwargs)
     result = func(x.local, *args[1:], **kwargs)
     if sharding.size == 1 or result.dim() != example.dim():

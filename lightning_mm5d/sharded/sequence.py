@@ -41,7 +41,15 @@ from torch.nn import functional as F
 from lightning_mm5d.data.lazy import on_device
 from lightning_mm5d.layout.layout import even_lengths
 from lightning_mm5d.sharded.class_operations import check_targets
-from lightning_mm5d.sharded.collectives import TensorGroup, copy, differentiable, message_device, view
+from lightning_mm5d.sharded.collectives import (
+    TensorGroup,
+    copy,
+    differentiable,
+    message_device,
+    padded,
+    view,
+    with_length,
+)
 from lightning_mm5d.sharded.tensor import Group, Sharded, Sharding, as_sharded, from_local
 from lightning_mm5d.sharded.torch_internals import is_view
 
@@ -397,8 +405,7 @@ def reshaped_sequences(x: Sharded, sizes: Sequence[int]) -> Any:
 
 
 def _viewed(local: Tensor, sizes: Sequence[int], at: int, group: ShardedSequence) -> Sharded:
-    local_sizes = [*sizes]
-    local_sizes[at] = group.lengths[group.index]
+    local_sizes = with_length(sizes, at, group.lengths[group.index])
     return as_sharded(local.reshape(local_sizes), _sharding(at - len(sizes), group))
 
 
@@ -519,8 +526,8 @@ def ring_gather(
         use: called with each shard, contiguous, and its start in the full tensor while the next one comes; this rank's
             own first.
     """
-    starts, held = _starts(lengths), _padded(local.detach(), dim, max(lengths))
-    full = local.new_empty(_shape(local, dim, sum(lengths)))
+    starts, held = [*accumulate(lengths, initial=0)], padded(local.detach(), dim, max(lengths))
+    full = local.new_empty(with_length(local.shape, dim, sum(lengths)))
     for step in range(group.size):
         source = (group.index - step) % group.size
         start, length = starts[source], lengths[source]
@@ -544,13 +551,13 @@ def ring_sum_scattered(
         lengths: of the shards.
         group: the ring.
     """
-    starts, longest = _starts(lengths), max(lengths)
+    starts, longest = [*accumulate(lengths, initial=0)], max(lengths)
     hop: Hop | None = None
     for step in range(group.size - 1):
         target = (group.index - 1 - step) % group.size
         summand = part(starts[target], lengths[target])
         # what came takes the sum: a mode may keep `summand` for when it is computed again
-        sent = _padded(summand, dim, longest) if hop is None else _plus(hop.wait(), summand, dim)
+        sent = padded(summand, dim, longest) if hop is None else _plus(hop.wait(), summand, dim)
         hop = _hop(group, sent)
     summand = part(starts[group.index], lengths[group.index])
     if hop is None:
@@ -569,18 +576,3 @@ def _plus(came: Tensor, summand: Tensor, dim: int) -> Tensor:
     """Add `summand` to the rows of `came` that are no padding."""
     came.narrow(dim, 0, summand.shape[dim]).add_(summand)
     return came
-
-
-def _padded(x: Tensor, dim: int, longest: int) -> Tensor:
-    missing = longest - x.shape[dim]
-    return (torch.cat([x, x.new_zeros(_shape(x, dim, missing))], dim) if missing else x).contiguous()
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    return [*accumulate(lengths, initial=0)]
-
-
-def _shape(x: Tensor, dim: int, length: int) -> list[int]:
-    shape = [*x.shape]
-    shape[dim] = length
-    return shape

@@ -35,10 +35,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.sharded.collectives import with_length
 from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.sharded.sequence import ShardedSequence
 from lightning_mm5d.sharded.tensor import Sharded
@@ -353,8 +354,7 @@ class WholeModules:
             local = sequence.local_of(x, dim, sequence.lengths)
             return local.clone() if is_view(local) else local
 
-        leaves, form = tree_flatten(result)
-        return tree_unflatten([local_leaf(x) for x in leaves], form)
+        return tree_map(local_leaf, result)
 
     # --- in a probe ---
 
@@ -373,12 +373,9 @@ class WholeModules:
         def small(x: Any) -> Any:
             if not isinstance(x, Tensor) or not _counts_tokens(x, like, dim):
                 return x
-            shape = [*x.shape]
-            shape[dim] = few.shape[dim]
-            return token_values.to(x.dtype).expand(shape).contiguous()
+            return token_values.to(x.dtype).expand(with_length(x.shape, dim, few.shape[dim])).contiguous()
 
-        results, shape_of = tree_flatten(result)
-        return tree_unflatten([small(x) for x in results], shape_of)
+        return tree_map(small, result)
 
     def learn(self, sequence: ShardedSequence, few: _UnknownError, single: _UnknownError) -> Known:
         """Run a module on a sequence that repeats some tokens.
@@ -481,10 +478,8 @@ def _longer(x: Tensor, dim: int, numbers: Tensor) -> Tensor:
     tokens = x.index_select(dim, numbers.to(x.device))
     if not tokens.is_floating_point():
         return tokens
-    shape = [1] * x.dim()
-    shape[dim] = -1
     factor = 1 + 0.3 * torch.arange(len(numbers), device=x.device, dtype=torch.float32).sin()
-    return tokens * factor.to(x.dtype).view(shape)
+    return tokens * factor.to(x.dtype).view(with_length([1] * x.dim(), dim, -1))
 
 
 def _is_close(a: Any, b: Any, sequence: ShardedSequence, like: Tensor, dim: int) -> bool:
