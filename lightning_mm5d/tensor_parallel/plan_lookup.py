@@ -162,7 +162,7 @@ def _registered(cls: type) -> Plans:
     return ()
 
 
-def _is_in(path: str, parents: list[str] | tuple[str, ...]) -> bool:
+def _is_in(path: str, parents: Collection[str]) -> bool:
     return any(not parent or path == parent or path.startswith(f"{parent}.") for parent in parents)
 
 
@@ -181,16 +181,13 @@ def unplanned(root: nn.Module, plans: Mapping[str, Plans], layers: Iterable[str]
     hints = {}
     for path in layers:
         for name, layer in root.get_submodule(path).named_children():
-            if not planned & {id(module) for module in layer.modules()} and _has_linear(layer):
+            has_experts = any(parameter.dim() == 3 for parameter in layer.parameters())
+            if not planned & {id(module) for module in layer.modules()} and (has_experts or _named_linears(layer)):
                 hints[f"{path}.{name}"] = (
                     f"no tensor parallel plan is known for {type(layer).__name__} ({_linears(layer)}). "
                     f"Say how it is sharded: {_example(layer)}"
                 )
     return hints
-
-
-def _has_linear(layer: nn.Module) -> bool:
-    return bool(_named_linears(layer)) or any(parameter.dim() == 3 for parameter in layer.parameters())
 
 
 def _named_linears(layer: nn.Module) -> dict[str, tuple[int, int]]:
@@ -307,24 +304,20 @@ def divide(
 
 def _without(plans: Mapping[str, Plans], paths: Collection[str]) -> dict[str, Plans]:
     """Return `plans` without what they say of modules at `paths` and in them."""
-
-    def is_in(name: str) -> bool:
-        return any(name == path or name.startswith(f"{path}.") for path in paths)
-
     remaining = {}
     for path, several in plans.items():
         join = f"{path}.".lstrip(".")
         pruned = tuple(
             replace(
                 plan,
-                column={key: parts for key, parts in plan.column.items() if not is_in(join + key)},
-                row={key: parts for key, parts in plan.row.items() if not is_in(join + key)},
-                experts=tuple(key for key in plan.experts if not is_in(join + key)),
-                parameters={key: parts for key, parts in plan.parameters.items() if not is_in(join + key)},
+                column={key: parts for key, parts in plan.column.items() if not _is_in(join + key, paths)},
+                row={key: parts for key, parts in plan.row.items() if not _is_in(join + key, paths)},
+                experts=tuple(key for key in plan.experts if not _is_in(join + key, paths)),
+                parameters={key: parts for key, parts in plan.parameters.items() if not _is_in(join + key, paths)},
             )
             for plan in several
         )
-        if not is_in(path):
+        if not _is_in(path, paths):
             remaining[path] = pruned
     return remaining
 
