@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -143,16 +144,13 @@ def _locals(values: Iterable[Any]) -> list[Any]:
 
 
 def _pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    first = None
-    for x in (*args, *kwargs.values()) if kwargs else args:
-        if type(x) is Sharded:
-            first = x
-            break
-    if first is None:
+    values = (*args, *kwargs.values())
+    first = next((x for x in values if type(x) is Sharded), None)
+    if first is None or kwargs.get("out") is not None:
         return NotImplemented
     sharding = first.sharding
     local: list[Any] = []
-    for x in (*args, *kwargs.values()) if kwargs else args:
+    for x in values:
         if type(x) is Sharded:
             if x.sharding is not sharding and x.sharding != sharding:
                 return NotImplemented
@@ -162,12 +160,7 @@ def _pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
             if x is None:
                 return NotImplemented
         local.append(x)
-    if not kwargs:
-        result = func(*local)
-    elif kwargs.get("out") is None:
-        result = func(*local[: len(args)], **dict(zip(kwargs, local[len(args) :], strict=True)))
-    else:
-        return NotImplemented
+    result = func(*local[: len(args)], **dict(zip(kwargs, local[len(args) :], strict=True)))
     if result is first.local:
         return first
     return as_sharded(result, sharding) if isinstance(result, Tensor) else NotImplemented
@@ -306,16 +299,11 @@ def _getitem(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         return NotImplemented
     local, sharding = x.local, x.sharding
     entries: list[Any] = [*index] if isinstance(index, tuple) else [index]
-    takes = []  # how many dims each entry takes
     for entry in entries:
-        if type(entry) is int or isinstance(entry, slice):
-            takes.append(1)
-        elif entry is None or entry is Ellipsis:
-            takes.append(0)
-        elif isinstance(entry, Tensor) and type(entry) is not Sharded and entry.dtype != torch.uint8:
-            takes.append(entry.dim() if entry.dtype == torch.bool else 1)
-        else:
+        picks = isinstance(entry, Tensor) and type(entry) is not Sharded and entry.dtype != torch.uint8
+        if not (picks or entry is None or type(entry) in (int, slice, EllipsisType)):
             return NotImplemented
+    takes = [_dims_taken(entry) for entry in entries]
     place, at, dim = local.dim() + sharding.dim, 0, sharding.dim
     for i, (entry, taken) in enumerate(zip(entries, takes, strict=True)):
         if entry is Ellipsis:

@@ -173,7 +173,7 @@ class RemoteValue(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = marked(_without_memory(self), self.origin)
+            memo[id(self)] = marked(_nan(self.shape, self.dtype, self.device), self.origin)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -316,10 +316,6 @@ def _nan(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, requ
     return torch.full((), filler, dtype=dtype, device=device, requires_grad=requires_grad and filler != 0).expand(shape)
 
 
-def _without_memory(tensor: Tensor) -> Tensor:
-    return _nan(tensor.shape, tensor.dtype, tensor.device)
-
-
 def _filler(dtype: torch.dtype) -> float:
     return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
 
@@ -435,6 +431,8 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if isinstance(targets, (tuple, list)):
         return _write_each(func, name, args, kwargs, targets)
     value = args[-1] if len(args) > 1 else None
+    others = [tensor for tensor in tensors_of((args[1:], kwargs)) if is_remote(tensor)]
+    exact = name in JOINING and all(tensor.exact for tensor in others)
     if is_remote(targets):
         if name == "__set__":  # of `data`, when the module moves, and of `grad`
             if is_remote(value) or value is None:
@@ -443,7 +441,9 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
         elif isinstance(targets, Placeholder) or _has_no_memory(targets):
             increment_version(targets)  # all that tells of it
         else:
-            _write_remote(func, name, args, kwargs, targets)
+            with plain():
+                func(*args, **kwargs)
+            targets.exact, targets.mixed = targets.exact and exact, True
         return targets
     guard = origin.guard
     if guard.is_dry:
@@ -454,21 +454,11 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
     with plain():
         func(*args, **kwargs)
         base = targets._base
-    others = [tensor for tensor in tensors_of((args[1:], kwargs)) if is_remote(tensor)]
-    exact = name in JOINING and all(tensor.exact for tensor in others)
     for tensor in (targets, base):
         if tensor is not None and not is_remote(tensor):
             tensor.__class__ = RemoteValue
             _marked(tensor, origin, exact=exact and tensor.is_floating_point(), mixed=True)
     return targets
-
-
-def _write_remote(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> None:
-    others = [tensor for tensor in tensors_of((args[1:], kwargs)) if is_remote(tensor)]
-    with plain():
-        func(*args, **kwargs)
-    target.exact = target.exact and name in JOINING and all(tensor.exact for tensor in others)
-    target.mixed = True
 
 
 def _write_each(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> Any:
