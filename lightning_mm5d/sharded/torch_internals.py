@@ -161,10 +161,15 @@ def unobserved() -> Generator[None, None, None]:
         yield
 
 
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """Return the pair of functions that packs and unpacks what autograd saves now; None where nothing does."""
+    return private(torch._C._autograd, "_top_saved_tensors_default_hooks")(True)
+
+
 def in_checkpoint() -> bool:
     """Whether torch's checkpoint runs the code around, and keeps nothing of what autograd saves."""
-    hooks = private(torch._C._autograd, "_top_saved_tensors_default_hooks")(True)
-    return hooks is not None and hooks[0].__module__ == checkpoint.__name__
+    hooks = saved_tensor_hooks()
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
 
 
 _GATHER, _SCATTER = (

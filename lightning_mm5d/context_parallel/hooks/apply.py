@@ -278,7 +278,7 @@ class ContextParallel(Removable):
             return self._run_whole(layer, inner, given)
         tokens = local_state(state, assigned, is_assigned=self._assignment.holds(state))
         local = replaced(given, names, partial(local_argument, assigned, self._recent), where, tokens)
-        way = self._ways.of(layer, LayerInput(inner, local, names, assigned.dim), assigned)
+        way = self._ways.of(layer, LayerInput(inner, local, names, where, assigned.dim), assigned)
         if way is None:
             return self._run_whole(layer, inner, given)
         call, whole = assigned.call, WholeCall(way.modules, assigned.sequence.coarser, way.dims)

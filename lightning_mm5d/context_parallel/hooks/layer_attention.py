@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import (
     add_offsets_to_mask_function,
@@ -50,6 +49,7 @@ from lightning_mm5d.sharded.kept_results import unseen
 from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.sharded.sequence import TokenSplit
 from lightning_mm5d.sharded.tensor import Sharded
+from lightning_mm5d.sharded.torch_internals import in_checkpoint, saved_tensor_hooks
 
 _SETTING = "_attn_implementation"
 
@@ -68,12 +68,6 @@ def name_attention(config: Any, name: str | None) -> None:
     """Choose an attention, for a config and all that it sets together with itself."""
     private(config, _SETTING)
     setattr(config, _SETTING, name)
-
-
-def saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """Return the pair of functions that packs and unpacks what autograd saves now; None where nothing does."""
-    hooks = private(torch._C._autograd, "_top_saved_tensors_default_hooks")(True)
-    return cast("tuple[Any, Any] | None", hooks)
 
 
 class TorchAttention(TorchFunctionMode):
@@ -113,10 +107,7 @@ class TorchAttention(TorchFunctionMode):
         """Whether a checkpoint began after the layer did: reentrant ones record no graph, others hook what is saved."""
         if not self._records:
             return False
-        if not torch.is_grad_enabled():
-            return True
-        hooks = saved_tensor_hooks()
-        return hooks is not None and hooks != self._hooks and _module_of(hooks[0]) == _module_of(checkpoint)
+        return not torch.is_grad_enabled() or (in_checkpoint() and saved_tensor_hooks() != self._hooks)
 
     @torch.compiler.disable
     def _product(
@@ -139,10 +130,6 @@ class TorchAttention(TorchFunctionMode):
             mask = mask.unsqueeze(1) if mask.dim() == 3 else mask
         out, _ = self._attend(None, q, k, v, mask, scaling=scale, dropout=dropout_p, is_causal=is_causal)
         return out.transpose(1, 2).reshape(*lead, *out.shape[2:3], *out.shape[1:2], out.shape[3])
-
-
-def _module_of(function: Callable[..., Any]) -> str | None:
-    return getattr(function, "__module__", None)
 
 
 @dataclass(eq=False)
@@ -458,17 +445,14 @@ class Interface:
     def left_alone(self, attention: Attention) -> Iterator[None]:
         """Let the modules of `attention` attend as without context parallelism meanwhile."""
         configs = next(ids for candidate, ids in self._attention if candidate is attention)
-        changed = [
-            (config, plain, attention_name(config)) for key, (config, plain) in self._named.items() if key in configs
-        ]
-        for config, plain, _ in changed:
-            _name(config, plain)
+        before = self.take()
+        for key in configs:
+            _name(*self._named[key])
         try:
             with attention.off():
                 yield
         finally:
-            for config, _, name in changed:
-                _name(config, name)
+            self.put(before)
 
     def attend(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Attend as the modality of `module` does; the arguments are those of `Attention.attend`."""

@@ -45,7 +45,7 @@ from lightning_mm5d.context_parallel.hooks.whole_modules import (
     WholeModules,
 )
 from lightning_mm5d.data.random_state import kept_random_state
-from lightning_mm5d.partition.parts import at, hidden_place
+from lightning_mm5d.partition.parts import Place, at
 from lightning_mm5d.sharded.collectives import in_one_piece
 from lightning_mm5d.sharded.kept_results import unseen
 from lightning_mm5d.sharded.tensor import Sharded
@@ -66,12 +66,14 @@ class LayerInput(NamedTuple):
         forward: of the layer.
         local: the arguments, of this rank's tokens.
         names: of its positional arguments.
+        hidden: place of the hidden state.
         dim: the sharded dim of the hidden state, from the last: -2 for tokens, less for items.
     """
 
     forward: Callable[..., Any]
     local: Arguments
     names: tuple[str, ...]
+    hidden: Place
     dim: int
 
     @property
@@ -115,7 +117,7 @@ def probe(
         return _run(given, attention, tokens, size, whole)
 
     try:
-        with _put_back(layer), torch.no_grad(), kept_random_state(_device_of(given)):
+        with _put_back(layer), torch.no_grad(), kept_random_state(at(given.hidden, *given.local).device):
             for count in range(min(size, _TOKENS), 1, -1) if size > 1 else (1,):
                 few = torch.arange(count)
                 if whole is not None:
@@ -132,17 +134,9 @@ def probe(
     return tuple(not is_own for is_own in together.is_own)
 
 
-def _device_of(given: LayerInput) -> torch.device:
-    where = hidden_place(*given.local)
-    assert where is not None
-    return at(where, *given.local).device
-
-
 def _run(given: LayerInput, attention: Attention, tokens: Tensor, size: int, whole: Surveying | None = None) -> _Result:
     """Run the layer on some of its `size` tokens or items."""
-    where = hidden_place(*given.local)
-    assert where is not None
-    state = at(where, *given.local)
+    state = at(given.hidden, *given.local)
     state = state.full() if isinstance(state, Sharded) else state
     tokens = tokens.to(state.device)
 
@@ -156,7 +150,7 @@ def _run(given: LayerInput, attention: Attention, tokens: Tensor, size: int, who
         along = token_dim(argument, value, size) if given.dim == -2 else item_dim(argument, value, size, -given.dim)
         return value if along is None else value.index_select(along, tokens)
 
-    args, kwargs = replaced(given.local, given.names, only, where, state.index_select(given.dim, tokens))
+    args, kwargs = replaced(given.local, given.names, only, given.hidden, state.index_select(given.dim, tokens))
     surveyed = nullcontext() if whole is None else whole.during()
     with surveyed, attention.during(Call(None, is_probe=given.dim == -2)) as call:
         result = given.forward(*args, **kwargs)
@@ -319,7 +313,7 @@ class LayerWays:
             with self._modules.inside():
                 probe(layer, given, self._attention, size)
             return Way(is_left_alone=True)
-        whole = self._modules.surveying(modules, assigned.sequence.coarser)
+        whole = Surveying(self._modules, modules, assigned.sequence.coarser)
         crosses = probe(layer, given, self._attention, size, whole)
         return Way(crosses, modules, whole.dims)
 

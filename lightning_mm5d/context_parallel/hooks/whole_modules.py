@@ -277,10 +277,6 @@ class WholeModules:
         """Run modules as `call` says meanwhile."""
         return meanwhile(self, _call=call)
 
-    def surveying(self, modules: frozenset[int], sequence: ShardedSequence) -> Surveying:
-        """Return what lets a probe see the modules with these ids."""
-        return Surveying(self, modules, sequence)
-
     def forward_of(self, module: nn.Module) -> MethodType | None:
         """Return the forward that runs `module` on whole sequences where a call asks for it; None once it has it."""
         if id(module) in self._patched:
