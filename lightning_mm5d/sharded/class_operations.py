@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.sharded.collectives import TensorGroup, copy, reduce
+from lightning_mm5d.sharded.collectives import TensorGroup, reduce
 from lightning_mm5d.sharded.tensor import NotYetComputed, Sharded, as_sharded
 from lightning_mm5d.sharded.torch_internals import assert_on_device, backward_frees_graph, ends_graph
 
@@ -353,7 +353,7 @@ class VocabularyShard:
 
     def copy(self, x: Tensor) -> Tensor:
         """Return `x`, equal on all ranks, for work on `logits`: its gradients, which are partial, are summed."""
-        return x if self._group is None else copy(x, self._group)
+        return x if self._group is None else self._group.copied(x)
 
 
 def vocabulary_shard(logits: Tensor) -> VocabularyShard:

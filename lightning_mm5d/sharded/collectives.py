@@ -267,16 +267,23 @@ class TensorGroup:
     # --- what a `Sharded` asks of its group, in autograd's graph ---
 
     def copied(self, x: Tensor) -> Tensor:
-        """`copy`."""
-        return copy(x, self)
+        """Return the replicated `x` for work on sharded weights; its gradients, which are partial, are summed."""
+        return differentiable(x, view, partial(_summed, self))
 
     def scattered(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        """`scatter`."""
-        return scatter(x, dim, lengths, self)
+        """Return this rank's shard of the replicated `x`; the gradients of all shards are gathered."""
+
+        def local(x: Tensor) -> Tensor:
+            # a copy, never a view: it may be written to, and lets go of the full tensor
+            return self.local_of(x, dim, lengths).clone(memory_format=torch.contiguous_format)
+
+        return differentiable(x, local, lambda gradient: self.gather(gradient, dim, lengths))
 
     def gathered(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        """`gather`."""
-        return gather(x, dim, lengths, self)
+        """Return the sharded `x` in full, for work that all ranks repeat; each takes the gradient of its shard."""
+        return differentiable(
+            x, lambda x: self.gather(x, dim, lengths), lambda gradient: self.local_of(gradient, dim, lengths)
+        )
 
     def _after(self, work: Any, result: Wait, *sent: Tensor) -> Wait:
         """Return what waits for `work`, if any, and then returns ``result()``; it keeps what is `sent` until then."""
@@ -351,11 +358,6 @@ def view(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def copy(x: Tensor, group: TensorGroup) -> Tensor:
-    """Return the replicated `x` for work on sharded weights; its gradients, which are partial, are summed."""
-    return differentiable(x, view, partial(_summed, group))
-
-
 def reduce(x: Tensor, group: TensorGroup, *, is_fresh: bool = False) -> Tensor:
     """Return the sum of the partial `x`, replicated; the gradient of the sum is that of each rank's summand.
 
@@ -371,23 +373,6 @@ def reduce(x: Tensor, group: TensorGroup, *, is_fresh: bool = False) -> Tensor:
 
 def _summed(group: TensorGroup, gradient: Tensor) -> Tensor:
     return group.sum(gradient, in_place=is_held_once(gradient))
-
-
-def gather(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
-    """Return the sharded `x` in full, for work that all ranks repeat; each takes the gradient of its shard."""
-    return differentiable(
-        x, lambda x: group.gather(x, dim, lengths), lambda gradient: group.local_of(gradient, dim, lengths)
-    )
-
-
-def scatter(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
-    """Return this rank's shard of the replicated `x`; the gradients of all shards are gathered."""
-
-    def local(x: Tensor) -> Tensor:
-        # a copy, never a view: it may be written to, and lets go of the full tensor
-        return group.local_of(x, dim, lengths).clone(memory_format=torch.contiguous_format)
-
-    return differentiable(x, local, lambda gradient: group.gather(gradient, dim, lengths))
 
 
 def reduce_scatter(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:

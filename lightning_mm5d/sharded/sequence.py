@@ -43,7 +43,6 @@ from lightning_mm5d.layout.layout import even_lengths
 from lightning_mm5d.sharded.class_operations import check_targets
 from lightning_mm5d.sharded.collectives import (
     TensorGroup,
-    copy,
     differentiable,
     message_device,
     padded,
@@ -221,7 +220,7 @@ class ShardedSequence:
     def copied(self, x: Tensor) -> Tensor:
         """The replicated `x` for work on local tensors."""
         if x.is_leaf and self.holders.averages(x):
-            return x if self.holders.tensor is None else copy(x, self.holders.tensor)
+            return x if self.holders.tensor is None else self.holders.tensor.copied(x)
         ranks, degree = self.holders.ranks, self.factor
         return differentiable(x, view, lambda gradient: ranks.sum(gradient) / degree)
 
