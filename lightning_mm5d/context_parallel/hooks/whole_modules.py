@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.sharded.collectives import with_length
 from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.sharded.sequence import ShardedSequence
@@ -116,7 +117,7 @@ class Reader:
             whole = _outermost(dict.fromkeys(products, "multiplies queries and keys by itself"))
         if not attends and not whole:
             whole = {"": "has no attention that is known"}
-        attends = [path for path in attends if not any(_is_in(path, outer) for outer in whole)]
+        attends = [path for path in attends if not any(is_in(path, outer) for outer in whole)]
         likely = [path for path, part in layer.named_modules() if path in attends or self._multiplies(part)]
         return Mixers(whole, attends, likely)
 
@@ -149,12 +150,7 @@ class Reader:
 
 
 def _outermost(whole: dict[str, str]) -> dict[str, str]:
-    return {path: why for path, why in whole.items() if not any(base != path and _is_in(path, base) for base in whole)}
-
-
-def _is_in(path: str, other: str) -> bool:
-    """Whether the module at `path` is the one at `other` or inside of it."""
-    return path == other or not other or path.startswith(f"{other}.")
+    return {path: why for path, why in whole.items() if not any(base != path and is_in(path, base) for base in whole)}
 
 
 def _check_dropout(name: str, modality: Modality, path: str, layer: nn.Module, mixers: Mixers) -> None:

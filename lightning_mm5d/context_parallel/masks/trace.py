@@ -14,7 +14,8 @@ A rule returns None where it does not apply; the function then becomes a `Call`,
 Comparisons take the form "query's value against key's value". Example: ``q - k < w`` becomes ``q - w < k``, and
 ``|q - k| <= w`` two such comparisons. Rules compute with integers that cannot overflow; floats are only compared.
 
-Arguments of rules: values of pairs (blocks.py), leaves, tensors of one element, Python numbers.
+Arguments of rules: the dtype of the result in torch, and values of pairs (blocks.py), leaves, tensors of one element,
+Python numbers.
 """
 
 from __future__ import annotations
@@ -46,18 +47,6 @@ from lightning_mm5d.context_parallel.masks.blocks import (
 from lightning_mm5d.sharded.host_copies import HostCopies
 
 LARGE = 1 << 60  # integers up to here can be added without a check
-
-
-def combine(name: str, dtype: torch.dtype, values: tuple[Any, ...]) -> Value | None:
-    """Return the node that the rule of this name makes of `values`, or None without a rule that applies.
-
-    Args:
-        name: of a rule: a key of `RULES`.
-        dtype: of the result in torch.
-        values: arguments of the function, in its order.
-    """
-    rule = RULES.get(name)
-    return None if rule is None else rule(dtype, *values)
 
 
 def dtype_of(value: Any) -> torch.dtype | None:
@@ -345,9 +334,8 @@ class _Tracer:
         if any(isinstance(leaf, (_Side, Value)) for leaf in tree_leaves(keywords)):
             raise Untraceable(f"{func} with a tensor as keyword")
         dtype = self._sample(name, func, values, keywords)
-        result = None
-        if not keywords or name == "cast":
-            result = combine(name, dtype, tree_map(self._leaf, values))
+        rule = RULES.get(name) if not keywords or name == "cast" else None
+        result = None if rule is None else rule(dtype, *tree_map(self._leaf, values))
         if result is None:
             call = Call(func, self._as_parts(values, name == "index"), keywords, dtype)
             result = truth(call) if dtype == torch.bool else call
