@@ -109,9 +109,6 @@ class _Assignment:
         ranks = {index: rank for rank, part in enumerate(self.pieces) for _, index in part}
         return [ranks[index] for index in range(len(ranks))]
 
-    def tokens(self, sizes: Sequence[int]) -> list[int]:
-        return [sum(sizes[index] for _, index in part) for part in self.pieces]
-
 
 def _in_rounds(costs: Sequence[int], ranks: int) -> list[int]:
     order, loads, owners = _largest_first(costs), [0] * ranks, [0] * len(costs)
@@ -169,7 +166,7 @@ def _even(parts: _Assignment, sizes: Sequence[int]) -> None:
     """Move pieces to ranks with fewer tokens while the makespan grows by less than 1 / `CLOSE`."""
     makespan = max(parts.loads)
     most = makespan + makespan // CLOSE
-    tokens = parts.tokens(sizes)
+    tokens = [sum(sizes[index] for _, index in part) for part in parts.pieces]
 
     def moved() -> bool:
         by_tokens = sorted(range(len(tokens)), key=lambda rank: (tokens[rank], rank))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -318,21 +318,21 @@ def owned(x: Tensor) -> Tensor:
     return x.new_empty(0).set_(x) if is_view(x) else x  # type: ignore[call-overload]
 
 
-@contextmanager
-def dry_run(groups: Iterable[TensorGroup]) -> Iterator[None]:
+def dry_run(groups: Iterable[TensorGroup]) -> AbstractContextManager[None]:
     """Let no group communicate meanwhile."""
-    with ExitStack() as stack:
-        for group in groups:
-            stack.enter_context(meanwhile(group, is_silent=True))
-        yield
+    return _all_meanwhile(groups, is_silent=True)
+
+
+def in_one_piece(groups: Iterable[TensorGroup]) -> AbstractContextManager[None]:
+    """Let no group hand over meanwhile."""
+    return _all_meanwhile(groups, hand_over=None)
 
 
 @contextmanager
-def in_one_piece(groups: Iterable[TensorGroup]) -> Iterator[None]:
-    """Let no group hand over meanwhile."""
+def _all_meanwhile(groups: Iterable[TensorGroup], **values: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for group in groups:
-            stack.enter_context(meanwhile(group, hand_over=None))
+            stack.enter_context(meanwhile(group, **values))
         yield
 
 

@@ -271,13 +271,9 @@ def remote_value(
     shape: Iterable[int], dtype: torch.dtype, device: torch.device, origin: Origin, *, requires_grad: bool
 ) -> RemoteValue:
     """Return a remote value full of NaN, with memory, because models write features into embeddings in place."""
-    size, filler = tuple(shape), _filler(dtype)
-    if requires_grad and filler != 0:
-        # no leaf, because a leaf that carries a gradient cannot be written to in place
-        return marked(
-            torch.full((), filler, dtype=dtype, device=device, requires_grad=True).expand(size).clone(), origin
-        )
-    return marked(torch.full(size, filler, dtype=dtype, device=device), origin)
+    values = _nan(tuple(shape), dtype, device, requires_grad=requires_grad)
+    # no leaf, because a leaf that carries a gradient cannot be written to in place
+    return marked(values.clone(memory_format=torch.contiguous_format), origin)
 
 
 def without_memory(

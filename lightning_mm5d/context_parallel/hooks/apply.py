@@ -66,16 +66,15 @@ _NAMES = {"drop_path", "stochastic_depth"} | {
 
 def drawing(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules, beside torch's own dropouts, whose code names a function that draws random numbers."""
-    draws, drawers = dict[type, bool](), list[nn.Module]()
-    for part in layers:
-        cls = type(part)
-        if cls not in draws:
-            forward = None if cls.__module__.startswith("torch.") else method_of(cls, "forward")
-            named = None if forward is None else names(forward, variables=False)
-            draws[cls] = named is not None and not named.isdisjoint(_NAMES)
-        if draws[cls]:
-            drawers.append(part)
-    return drawers
+    parts = list(layers)
+    drawers = {cls for cls in {type(part) for part in parts} if _draws(cls)}
+    return [part for part in parts if type(part) in drawers]
+
+
+def _draws(cls: type) -> bool:
+    forward = None if cls.__module__.startswith("torch.") else method_of(cls, "forward")
+    named = None if forward is None else names(forward, variables=False)
+    return named is not None and not named.isdisjoint(_NAMES)
 
 
 class Draws(TorchFunctionMode):
