@@ -374,10 +374,6 @@ def size_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     return args[0].shape if dim is None else args[0].shape[dim]
 
 
-def _clone(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return args[0].full()  # made for the caller alone; a clone is often made to write to it
-
-
 def _deepcopy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     full = args[0].full()
     return full.detach().requires_grad_(full.requires_grad) if args[0].local.is_leaf else func(full, *args[1:])
@@ -439,7 +435,8 @@ def _fill(rules: dict[Any, Callable[..., Any]]) -> None:
     add(_cross_entropy, "cross_entropy")
     add(register_hook, "register_hook")
     add(kept_gradient, "grad")
-    add(_clone, "clone")
+    # made for the caller alone; a clone is often made to write to it
+    add(lambda func, args, kwargs: args[0].full(), "clone")
     add(_deepcopy, "__deepcopy__")
     add(_repr, "__repr__ __format__")
     rules[torch.autograd.grad] = gradients_of

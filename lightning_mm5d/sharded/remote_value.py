@@ -308,12 +308,8 @@ def settled(value: Any, use: str) -> Any:
 
 
 def _nan(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, requires_grad: bool = False) -> Tensor:
-    filler = _filler(dtype)
+    filler = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), filler, dtype=dtype, device=device, requires_grad=requires_grad and filler != 0).expand(shape)
-
-
-def _filler(dtype: torch.dtype) -> float:
-    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
 
 
 def _unmark(tensor: Tensor) -> None:
@@ -358,7 +354,8 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if name in CASTING and isinstance(args[0], Placeholder):
         return _cast(func, args, kwargs)
     with plain():
-        is_large = guard.ends_here is False and not guard.is_dry and any(map(_is_large, remote))
+        is_thrown_away = guard.ends_here is False and not guard.is_dry
+        is_large = is_thrown_away and any(tensor.numel() >= _LARGE and _has_no_memory(tensor) for tensor in remote)
         shaped = _shaped(func, args, kwargs, used, remote[0].device) if is_large else None
         result = func(*args, **kwargs) if shaped is None else shaped
     exact = all(tensor.exact for tensor in remote) and (name in MOVING or name in CUTTING or name in JOINING)
@@ -366,10 +363,6 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         exact = all(tensor.exact for tensor in remote)  # of attributes, `data` and transposed views are left
     mixed = any(tensor.mixed for tensor in remote) or (name in JOINING and len(remote) < len(used))
     return _result(result, name, used, origin, exact=exact, mixed=mixed)
-
-
-def _is_large(tensor: Tensor) -> bool:
-    return tensor.numel() >= _LARGE and _has_no_memory(tensor)
 
 
 def _shaped(func: Any, args: Any, kwargs: Any, used: Sequence[Tensor], device: torch.device) -> Any:

@@ -181,16 +181,20 @@ def unplanned(root: nn.Module, plans: Mapping[str, Plans], layers: Iterable[str]
     hints = {}
     for path in layers:
         for name, layer in root.get_submodule(path).named_children():
-            has_experts = any(parameter.dim() == 3 for parameter in layer.parameters())
-            if not planned & {id(module) for module in layer.modules()} and (has_experts or _named_linears(layer)):
+            if planned & {id(module) for module in layer.modules()}:
+                continue
+            linears, cls = _linears(layer), type(layer).__name__
+            if linears or any(parameter.dim() == 3 for parameter in layer.parameters()):
+                texts = [f"{key or 'itself'} ({fan_in} to {fan_out})" for key, (fan_in, fan_out) in linears.items()]
                 hints[f"{path}.{name}"] = (
-                    f"no tensor parallel plan is known for {type(layer).__name__} ({_linears(layer)}). "
-                    f"Say how it is sharded: {_example(layer)}"
+                    f"no tensor parallel plan is known for {cls} ({', '.join(texts) or 'tensors of experts'}). "
+                    f"Say how it is sharded: {_example(cls, linears)}"
                 )
     return hints
 
 
-def _named_linears(layer: nn.Module) -> dict[str, tuple[int, int]]:
+def _linears(layer: nn.Module) -> dict[str, tuple[int, int]]:
+    """The linear layers in a layer by path, with what they take and give."""
     linears: dict[str, tuple[int, int]] = {}
     for path, module in layer.named_modules():
         adapted = getattr(module, "base_layer", module)
@@ -200,14 +204,8 @@ def _named_linears(layer: nn.Module) -> dict[str, tuple[int, int]]:
     return linears
 
 
-def _linears(layer: nn.Module) -> str:
-    texts = [f"{path or 'itself'} ({fan_in} to {fan_out})" for path, (fan_in, fan_out) in _named_linears(layer).items()]
-    return ", ".join(texts) or "tensors of experts"
-
-
-def _example(layer: nn.Module) -> str:
-    """A registration with the layer's own names: its last two linear layers of which one may feed the other."""
-    linears = _named_linears(layer)
+def _example(cls: str, linears: Mapping[str, tuple[int, int]]) -> str:
+    """A registration with a layer's own names: its last two linear layers of which one may feed the other."""
     names = list(linears)
     pairs = [
         (first, last)
@@ -218,7 +216,7 @@ def _example(layer: nn.Module) -> str:
     column, row = pairs[-1] if pairs else (names[0], names[-1]) if names else ("up", "down")
     arguments: dict[str, Any] = {"column": {column: ("width",)}, "row": {row: ("width",)}}
     plan = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-    return f"register_tensor_parallel_plan({type(layer).__name__!r}, TensorParallelPlan({plan}))"
+    return f"register_tensor_parallel_plan({cls!r}, TensorParallelPlan({plan}))"
 
 
 _log = logging.getLogger(__name__)

@@ -21,11 +21,12 @@ R ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from lightning_mm5d.layout.layout import even_ranges
 from lightning_mm5d.sharded.collectives import TensorGroup, Wait
 from lightning_mm5d.sharded.sequence import Range, TokenSplit
 
@@ -121,10 +122,8 @@ class Heads:
 
     def __init__(self, group: TensorGroup, split: TokenSplit, queries: int, keys: int) -> None:
         self._group, self._split = group, split
-        least, more = divmod(queries, group.size)
-        cuts = [rank * least + min(rank, more) for rank in range(group.size + 1)]
         ratio = queries // keys
-        self._queries: list[Range] = list(pairwise(cuts))
+        self._queries: list[Range] = even_ranges(queries, group.size)
         self._keys: list[Range] = [(a // ratio, -(-b // ratio)) if b > a else (0, 0) for a, b in self._queries]
         self._totals = queries, keys
         self.repeats = sum(b - a for a, b in self._keys) > keys

@@ -236,7 +236,7 @@ class ContextParallel(Removable):
     def _patch_whole(self, module: nn.Module) -> None:
         forward = self._modules.forward_of(module)
         if forward is not None:
-            self.put_attribute(module, "forward", forward)
+            self.put_forward(module, forward)
 
     @contextmanager
     def _left_alone(self, interface: Interface) -> Iterator[None]:
@@ -304,6 +304,5 @@ class ContextParallel(Removable):
             return x.full() if self._assignment.holds(x) else x
 
         args, kwargs = tuple(map(full, given.args)), {name: full(value) for name, value in given.kwargs.items()}
-        unsharded = self._modules.inside() if self._ways.mixes(layer) else nullcontext()
-        with unsharded:
+        with self._modules.inside() if self._ways.mixes(layer) else nullcontext():
             return inner(*args, **kwargs)

@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -273,7 +272,7 @@ class WholeModules:
         """Run modules as `call` says meanwhile."""
         return meanwhile(self, _call=call)
 
-    def forward_of(self, module: nn.Module) -> MethodType | None:
+    def forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
         """Return the forward that runs `module` on whole sequences where a call asks for it; None once it has it."""
         if id(module) in self._patched:
             return None
@@ -287,7 +286,7 @@ class WholeModules:
                 return inner(*args, **kwargs)
             return self._run(module, inner, call, (args, kwargs))
 
-        return MethodType(forward, module)
+        return forward
 
     def _earlier(self, module: nn.Module) -> WholeCall | None:
         """The call of a module that a backward computes again, without its layer."""
