@@ -213,11 +213,6 @@ class Attention:
         """Whether a module is in the sharded layers."""
         return id(module) in self._members
 
-    @property
-    def is_silent(self) -> bool:
-        """Whether a dry run forbids communication."""
-        return self._groups.is_silent
-
     def claims(self, module: nn.Module) -> bool:
         """Whether an unknown module attends inside of a sharded layer, as the copy of a layer does."""
         return self._call is not None or (self.is_replaying and any(key[0] == id(module) for key in self._noted_now()))
@@ -398,7 +393,6 @@ class Interface:
     def __init__(self) -> None:
         self.caches = Caches()
         self._attention: list[tuple[Attention, set[int]]] = []
-        self._adds: set[int] = set()  # configs whose own attention adds its masks
         self._named: dict[int, tuple[Any, str | None]] = {}  # configs by their id, and the attention of their own
         reference = weakref.ref(self)
         for name in (_NAME, _PACKED):
@@ -416,10 +410,7 @@ class Interface:
         config_list = list(configs)
         self._attention.append((attention, {id(config) for config in config_list}))
         for config in config_list:
-            original = attention_name(config)
-            if original == "eager":
-                self._adds.add(id(config))
-            self._named.setdefault(id(config), (config, original))
+            self._named.setdefault(id(config), (config, attention_name(config)))
             _name(config, _PACKED if packed else _NAME)
 
     def remove(self) -> None:
@@ -428,7 +419,6 @@ class Interface:
             _name(config, name)
         self._named.clear()
         self._attention.clear()
-        self._adds.clear()
         self.caches.clear()
 
     def take(self) -> Any:
@@ -491,7 +481,7 @@ class Interface:
         for attention, configs in self._attention:
             if id(config) in configs:
                 attention.masks.note(mask)
-        context_mask = ContextMask.of(mask, dtype if id(config) in self._adds else torch.bool)
+        context_mask = ContextMask.of(mask, dtype if original == "eager" else torch.bool)  # which adds its masks
         if skips:
             context_mask.is_left_out = cache(partial(_has_no_padding, padding))  # for a device the host waits once
         return context_mask

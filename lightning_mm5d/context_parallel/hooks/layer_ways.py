@@ -83,18 +83,6 @@ class LayerInput(NamedTuple):
         return (*self.names[: len(args)], *(name for name, value in kwargs.items() if value is not None))
 
 
-class _Result(NamedTuple):
-    """What a layer computed of some tokens.
-
-    Attributes:
-        hidden: the hidden state ``[..., S, W]``.
-        is_own: for each attention in turn, whether it had as many keys as queries.
-    """
-
-    hidden: Tensor
-    is_own: list[bool]
-
-
 def probe(
     layer: nn.Module, given: LayerInput, attention: Attention, size: int, whole: Surveying | None = None
 ) -> tuple[bool, ...]:
@@ -113,7 +101,7 @@ def probe(
         MixingError: tokens mix, or what is given with them does not follow them.
     """
 
-    def run(tokens: Tensor) -> _Result:
+    def run(tokens: Tensor) -> tuple[Tensor, list[bool]]:
         return _run(given, attention, tokens, size, whole)
 
     try:
@@ -123,19 +111,25 @@ def probe(
                 if whole is not None:
                     whole.learn(lambda tokens, few=few: run(few[:tokens]), count)  # type: ignore[misc]
                 places = [*range(count)] if count <= 3 else [1, count // 2, count - 2]
-                together = run(few)
+                together, is_own = run(few)
                 singles = [run(few[place : place + 1]) for place in places]
-                if all(single.is_own == together.is_own for single in singles):
+                if all(is_own_alone == is_own for _, is_own_alone in singles):
                     break  # else another sequence happens to be of this length
     except Exception as error:
         cause = f"{error.got}: {error.rule}" if isinstance(error, ConfigError) else error
         raise MixingError(f"fails on some of its tokens ({cause})") from error
-    _compare(layer, together.hidden, [single.hidden for single in singles], places, count, given.dim)
-    return tuple(not is_own for is_own in together.is_own)
+    _compare(layer, together, [single for single, _ in singles], places, count, given.dim)
+    return tuple(not own_keys for own_keys in is_own)
 
 
-def _run(given: LayerInput, attention: Attention, tokens: Tensor, size: int, whole: Surveying | None = None) -> _Result:
-    """Run the layer on some of its `size` tokens or items."""
+def _run(
+    given: LayerInput, attention: Attention, tokens: Tensor, size: int, whole: Surveying | None
+) -> tuple[Tensor, list[bool]]:
+    """Run the layer on some of its `size` tokens or items.
+
+    Returns:
+        The hidden state ``[..., S, W]``, and for each attention in turn whether it had as many keys as queries.
+    """
     state = at(given.hidden, *given.local)
     state = state.full() if isinstance(state, Sharded) else state
     tokens = tokens.to(state.device)
@@ -158,7 +152,7 @@ def _run(given: LayerInput, attention: Attention, tokens: Tensor, size: int, who
         raise ValueError(f"its attention has {call.seen[0][0]} queries for {len(tokens)} tokens")
     hidden: Tensor = result[0] if isinstance(result, (tuple, list)) else result
     is_own = [queries == keys for queries, keys in call.seen]
-    return _Result(hidden.full() if isinstance(hidden, Sharded) else hidden, is_own)
+    return hidden.full() if isinstance(hidden, Sharded) else hidden, is_own
 
 
 def _entry_of(entry: Any, tokens: Tensor, size: int) -> Any:
@@ -283,7 +277,7 @@ class LayerWays:
             return self._known[key]
         if given.dim != -2 and layer.training and any(isinstance(module, BATCH_NORMS) for module in layer.modules()):
             return None  # items of all ranks are normalised together
-        if self._attention.is_silent:
+        if self._ranks.context.is_silent:  # a dry run
             return None if self.mixes(layer) else Way()
         if given.dim == -2 and min(assigned.sequence.coarse.lengths) < 2:  # too short to tell this time
             return None
