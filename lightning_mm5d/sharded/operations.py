@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mm5d.data.random_state import drawn_seed
-from lightning_mm5d.sharded.class_operations import FUNCTIONS, along_classes, cross_entropy
+from lightning_mm5d.sharded.class_operations import RULES, along_classes, cross_entropy
 from lightning_mm5d.sharded.collectives import TensorGroup, with_length
 from lightning_mm5d.sharded.sequence import (
     cross_entropy_of_tokens,
@@ -356,9 +356,7 @@ def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         return NotImplemented
     if logits.sharding.dim == -2:
         return cross_entropy_of_tokens(logits, target, options)
-    if is_tokens(logits.group):
-        return NotImplemented
-    if target.dim() != 1 or target.dtype != torch.int64:
+    if is_tokens(logits.group) or target.dim() != 1 or target.dtype != torch.int64:
         return NotImplemented
     if any(options.pop(name, None) is not None for name in ("weight", "size_average", "reduce")):
         return NotImplemented
@@ -419,7 +417,7 @@ def _fill(rules: dict[Any, Callable[..., Any]]) -> None:
     rules[Tensor.requires_grad.__set__] = on_local  # type: ignore[attr-defined]
     add(_like, "empty_like zeros_like ones_like full_like rand_like randn_like")
     add(_along(1), "mean sum prod amax amin logsumexp argmax argmin all any softmax log_softmax cumsum")
-    for name in FUNCTIONS:
+    for name in RULES:
         add(along_classes(name, None if name == "gather" else _along(1)), name)
     add(_along(1, empty=False), "var std")  # they warn of tensors without entries
     add(_along(2), "norm vector_norm normalize")

@@ -330,6 +330,7 @@ _LARGE = 2**24
 plain = private(torch._C, "DisableTorchFunctionSubclass")
 """Enter to read attributes of many placeholders as fast as those of other parameters."""
 _VALUELESS = TELLING | LIKE
+_EXACT = MOVING | CUTTING | JOINING | {"__get__"}  # of attributes, `data` and transposed views are left
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -358,9 +359,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         is_large = is_thrown_away and any(tensor.numel() >= _LARGE and _has_no_memory(tensor) for tensor in remote)
         shaped = _shaped(func, args, kwargs, used, remote[0].device) if is_large else None
         result = func(*args, **kwargs) if shaped is None else shaped
-    exact = all(tensor.exact for tensor in remote) and (name in MOVING or name in CUTTING or name in JOINING)
-    if name == "__get__":
-        exact = all(tensor.exact for tensor in remote)  # of attributes, `data` and transposed views are left
+    exact = name in _EXACT and all(tensor.exact for tensor in remote)
     mixed = any(tensor.mixed for tensor in remote) or (name in JOINING and len(remote) < len(used))
     return _result(result, name, used, origin, exact=exact, mixed=mixed)
 

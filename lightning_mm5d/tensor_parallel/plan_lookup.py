@@ -275,11 +275,8 @@ def divide(
             whole |= dict.fromkeys(weights, (path, group[0]))
     plans = _without(plans, {path for path, _ in whole.values()})
     full_embeddings = {name for name, modality in modalities.items() if not modality.tensor.shard_embedding}
-    multiples = {
-        name: modality.tensor.make_vocab_size_divisible_by
-        for name, modality in modalities.items()
-        if modality.tensor.make_vocab_size_divisible_by is not None
-    }
+    wanted = {name: modality.tensor.make_vocab_size_divisible_by for name, modality in modalities.items()}
+    multiples = {name: multiple for name, multiple in wanted.items() if multiple is not None}
     division = resolve(root, plans, place, full_embeddings, pieces, multiples)
     _check_vocabularies(division, multiples)
     _check_divided(division, modalities, experts or {}, place)
@@ -336,10 +333,9 @@ def _check_divided(
 
 
 def _check_vocabularies(division: Division, multiples: Mapping[str, int]) -> None:
+    shared = {division.groups[path] for path, kind in division.roles.items() if kind in ("embedding", "head")}
     for name, multiple in multiples.items():
-        if not any(
-            kind in ("embedding", "head") and division.groups[at] == name for at, kind in division.roles.items()
-        ):
+        if name not in shared:
             rule = f"It is said of a vocabulary that tensor parallel ranks share, and those of {name!r} share none"
             fix = "Leave it unset"
             raise ConfigError(f"modalities.{name}.tensor.make_vocab_size_divisible_by", multiple, rule, fix)

@@ -323,8 +323,8 @@ class WholeModules:
         rows = nullcontext() if id(module) in self._without_rows else OwnRows(sequence)
         with self.inside(), rows:
             result = inner(*args, **kwargs)
-        place = _place(dims)
-        return self._local_result(result, call, whole[place], dims[place])  # type: ignore[arg-type]
+        place, dim = _place(dims)
+        return self._local_result(result, call, whole[place], dim)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -355,8 +355,7 @@ class WholeModules:
         if key not in call.survey:
             raise _UnknownError(inner, key, leaves, form)
         dims, result, like = call.survey[key]
-        place = _place(dims)
-        dim: int = dims[place]  # type: ignore[assignment]
+        place, dim = _place(dims)
         few = leaves[place]
         axes = [axis for axis in range(few.dim()) if axis not in (0, dim)]
         token_values = (few.double().mean(axes, keepdim=True) if axes else few.double()).tanh()
@@ -383,8 +382,7 @@ class WholeModules:
         dims = tuple(_dim_of(leaf, single_leaf) for leaf, single_leaf in zip(leaves, single.leaves, strict=True))
         if all(dim is None for dim in dims):
             raise ValueError("a module that mixes tokens is given something that does not count them")
-        place = _place(dims)
-        dim: int = dims[place]  # type: ignore[assignment]
+        place, dim = _place(dims)
         numbers = torch.arange(sequence.split.size) % leaves[place].shape[dim]
         longer = [x if dim is None else _longer(x, dim, numbers) for x, dim in zip(leaves, dims, strict=True)]
         args, kwargs = tree_unflatten(longer, few.form)
@@ -482,9 +480,9 @@ def _is_close(a: Any, b: Any, sequence: ShardedSequence, like: Tensor, dim: int)
     return bool((a - b).abs().max() <= allowed * a.abs().max())
 
 
-def _place(dims: Dims) -> int:
-    """The first argument that counts tokens."""
-    return next(index for index, dim in enumerate(dims) if dim is not None)
+def _place(dims: Dims) -> tuple[int, int]:
+    """The first argument that counts tokens, and its dim of them."""
+    return next((index, dim) for index, dim in enumerate(dims) if dim is not None)
 
 
 def _counts_tokens(x: Tensor, like: Tensor, dim: int) -> bool:
