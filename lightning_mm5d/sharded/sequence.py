@@ -41,14 +41,7 @@ from torch.nn import functional as F
 from lightning_mm5d.data.lazy import on_device
 from lightning_mm5d.layout.layout import even_lengths
 from lightning_mm5d.sharded.class_operations import check_targets
-from lightning_mm5d.sharded.collectives import (
-    TensorGroup,
-    differentiable,
-    message_device,
-    padded,
-    view,
-    with_length,
-)
+from lightning_mm5d.sharded.collectives import TensorGroup, differentiable, message_device, padded, view, with_length
 from lightning_mm5d.sharded.tensor import Group, Sharded, Sharding, as_sharded, from_local
 from lightning_mm5d.sharded.torch_internals import is_view
 
@@ -125,7 +118,7 @@ class TokenSplit:
             return sequence
         device = sequence.device
         row = self.cached(
-            ("row", device), lambda: on_device(torch.cat([_tokens(held) for held in self.ranges]), device)
+            ("row", device), lambda: torch.cat([self.indices(rank, device) for rank in range(self.ranks)])
         )
         return sequence.index_select(dim, row)
 
