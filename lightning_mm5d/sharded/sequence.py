@@ -30,7 +30,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -314,12 +314,7 @@ class ShardedSequence:
     @cached_property
     def coarse(self) -> TokenSplit:
         """The tokens of each context parallel rank."""
-        count = self.size // self.holders.degree
-        if count == 1:
-            return self.split
-        ranges = self.split.ranges
-        rows = [ranges[first : first + count] for first in range(0, len(ranges), count)]
-        return TokenSplit.of([[piece for held in row for piece in held] for row in rows], self.split.size)
+        return joined(self.split, self.size // self.holders.degree)
 
     @property
     def own_size(self) -> int:
@@ -340,6 +335,18 @@ class ShardedSequence:
             if base is not None:
                 self._views[key]._views["of", key[1]] = base
         return self._views[key]
+
+
+def joined(split: TokenSplit, size: int) -> TokenSplit:
+    """The split of the same tokens over groups of `size` ranks in a row."""
+    if size == 1:
+        return split
+
+    def make() -> TokenSplit:
+        groups = [split.ranges[start : start + size] for start in range(0, split.ranks, size)]
+        return TokenSplit.of([sorted(chain(*group)) for group in groups], split.size)
+
+    return split.cached(("joined", size), make)
 
 
 def refined(split: TokenSplit, count: int) -> TokenSplit:

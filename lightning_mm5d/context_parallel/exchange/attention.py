@@ -42,11 +42,11 @@ import torch
 from torch import Tensor
 
 from lightning_mm5d.context_parallel.exchange.ring import Core, Local, LocalKeys, Ring, nothing, precise
-from lightning_mm5d.context_parallel.exchange.ulysses import Gather, Heads, SumScattered, joined, within
+from lightning_mm5d.context_parallel.exchange.ulysses import Gather, Heads, SumScattered, within
 from lightning_mm5d.context_parallel.masks.mask import Mask, Scoring
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.kept_results import as_one
-from lightning_mm5d.sharded.sequence import TokenSplit
+from lightning_mm5d.sharded.sequence import TokenSplit, joined
 from lightning_mm5d.sharded.torch_internals import ends_graph
 
 STEP_BYTES = 8 * 2**20

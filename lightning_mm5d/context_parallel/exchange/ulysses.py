@@ -21,7 +21,6 @@ R ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -75,18 +74,6 @@ class SumScattered:
     def wait(self) -> Tensor:
         """Return the sum for this rank's tokens, [B, N, S_rank, D]."""
         return heads_first(self._rows())
-
-
-def joined(split: TokenSplit, size: int) -> TokenSplit:
-    """The split of the same tokens over groups of `size` ranks in a row."""
-    if size == 1:
-        return split
-
-    def make() -> TokenSplit:
-        groups = [split.ranges[start : start + size] for start in range(0, split.ranks, size)]
-        return TokenSplit.of([sorted(chain(*group)) for group in groups], split.size)
-
-    return split.cached(("joined", size), make)
 
 
 def within(split: TokenSplit, size: int, index: int) -> TokenSplit:

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -158,13 +158,7 @@ class Call:
         return self.crosses[place] if place < len(self.crosses) else queries != keys
 
 
-class _Turn(NamedTuple):
-    """One attention within a call: how queries are split, and whether its keys are of another sequence."""
-
-    split: TokenSplit | None
-    crosses: bool
-
-
+_Turn = tuple[TokenSplit | None, bool]  # how queries are split, and whether keys are of another sequence
 _Place = tuple[int, int, int]  # id of the module, queries, keys
 
 
@@ -322,7 +316,7 @@ class Attention:
         """
         place, run = (id(module), queries, keys), self._active()
         if self._call is not None:
-            turn = _Turn(self._call.split, self._call.enters(queries, keys))
+            turn = self._call.split, self._call.enters(queries, keys)
             if run is not None:
                 self._noted.setdefault(run, {}).setdefault(place, set()).add(turn)
             return turn
@@ -334,7 +328,7 @@ class Attention:
             )
             fix = "Use 'zigzag', or no activation checkpointing"
             raise ConfigError(f"modalities.{self._name}.context.cp_distribution", "makespan_min", rule, fix)
-        return next(iter(turns), _Turn(None, False))
+        return next(iter(turns), (None, False))
 
     def _noted_now(self) -> dict[_Place, set[_Turn]]:
         """The attentions of the run that is under way."""

@@ -374,14 +374,12 @@ class _Tracer:
     def _sample(self, name: str, func: Any, values: Any, keywords: dict[str, Any]) -> torch.dtype:
         """The dtype of a result, from one element."""
 
-        def sample(value: Any) -> Any:
-            if isinstance(value, (_Side, Value)):
-                return torch.ones((1, 1, 1, 1), dtype=self._dtype(value), device=self._device)
-            return value
+        def sample(value: _Side | Value) -> Tensor:
+            return torch.ones((1, 1, 1, 1), dtype=self._dtype(value), device=self._device)
 
         if name == "index":
             return cast(torch.dtype, values[0].dtype)
-        return cast(torch.dtype, func(*tree_map(sample, values), **keywords).dtype)
+        return cast(torch.dtype, func(*tree_map_only((_Side, Value), sample, values), **keywords).dtype)
 
     def _read(self, marked: Any) -> Any:
         """Return arguments with the values of marked tensors in their places."""
