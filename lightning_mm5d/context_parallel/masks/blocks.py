@@ -141,16 +141,11 @@ class Guard(Condition):
     """A condition on one side alone.
 
     Args:
-        side: ``"q"`` or ``"k"``.
-        values: bool [R, Sq] or [R, Sk].
+        leaf: bools of that side.
     """
 
-    def __init__(self, side: str, values: Tensor) -> None:
-        self.leaf = Leaf(side, values)
-
-    @property
-    def side(self) -> str:
-        return self.leaf.side
+    def __init__(self, leaf: Leaf) -> None:
+        self.leaf = leaf
 
 
 class Compare(Condition):
@@ -218,7 +213,7 @@ def negate(condition: Condition) -> Condition:
     if isinstance(condition, Opposite):
         return condition.condition
     if isinstance(condition, Guard):
-        return Guard(condition.side, ~condition.leaf.values)
+        return Guard(Leaf(condition.leaf.side, ~condition.leaf.values))
     return Opposite(condition)
 
 
@@ -417,9 +412,9 @@ class _Every(Judge):
         rest = []
         for part in condition.conditions:
             if isinstance(part, Guard):
-                side = where.q if part.side == "q" else where.k
+                side = where.q if part.leaf.side == "q" else where.k
                 side = side.only(side.take(part.leaf.values, where.row))
-                where = replace(where, q=side) if part.side == "q" else replace(where, k=side)
+                where = replace(where, q=side) if part.leaf.side == "q" else replace(where, k=side)
             else:
                 rest.append(part)
         super().__init__(where)

@@ -62,16 +62,13 @@ def dtype_of(value: Any) -> torch.dtype | None:
 
 def condition_of(value: Any) -> Condition:
     """Return a value as a condition: numbers are true where they are not zero."""
-    if dtype_of(value) != torch.bool:
-        if isinstance(value, Leaf):
-            return Guard(value.side, value.values != 0)
-        if isinstance(value, Value):
-            equal = _compare("eq", value, 0)
-            return truth(Call(torch.ne, (value, 0), {}, torch.bool)) if equal is None else negate(equal)
+    if isinstance(value, Leaf):
+        return Guard(Leaf(value.side, value.values != 0))
     if isinstance(value, Condition):
         return value
-    if isinstance(value, Leaf):
-        return Guard(value.side, value.values)
+    if isinstance(value, Value) and dtype_of(value) != torch.bool:
+        equal = _compare("eq", value, 0)
+        return truth(Call(torch.ne, (value, 0), {}, torch.bool)) if equal is None else negate(equal)
     return Every() if bool(value) else negate(Every())
 
 
