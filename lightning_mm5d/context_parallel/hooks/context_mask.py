@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import causal_mask_function, packed_sequence_mask_function
 
 from lightning_mm5d.config.errors import ConfigError
@@ -171,11 +172,8 @@ class ContextMask(Tensor):
             return super().__torch_function__(func, types, args, kwargs)
         if func is Tensor.to and not kwargs and args[1:] in ((args[0].device,), (args[0].dtype,)):
             return args[0]
-
-        def dense(value: Any) -> Any:
-            return value.dense() if isinstance(value, ContextMask) else value
-
-        return func(*map(dense, args), **{name: dense(value) for name, value in kwargs.items()})
+        args, kwargs = tree_map_only(ContextMask, ContextMask.dense, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def multimodal_mask(
