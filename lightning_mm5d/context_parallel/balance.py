@@ -67,7 +67,9 @@ def assign(costs: Sequence[int], sizes: Sequence[int], ranks: int) -> list[int]:
         best = max(by_length.loads)
         assignment = by_length if max(assignment.loads) > best + best // CLOSE else assignment
     _even(assignment, sizes)
-    return _numbered(_consecutive(assignment.owners(), costs, sizes), ranks)
+    owners = _consecutive(assignment.owners(), costs, sizes)
+    numbers = {rank: number for number, rank in enumerate(dict.fromkeys(owners))}  # of ranks, by their first pieces
+    return [numbers[rank] for rank in owners]
 
 
 def longest_first(costs: Sequence[int], ranks: int) -> list[int]:
@@ -108,9 +110,6 @@ class _Assignment:
     def owners(self) -> list[int]:
         ranks = {index: rank for rank, part in enumerate(self.pieces) for _, index in part}
         return [ranks[index] for index in range(len(ranks))]
-
-    def tokens(self, sizes: Sequence[int]) -> list[int]:
-        return [sum(sizes[index] for _, index in part) for part in self.pieces]
 
 
 def _in_rounds(costs: Sequence[int], ranks: int) -> list[int]:
@@ -169,7 +168,7 @@ def _even(parts: _Assignment, sizes: Sequence[int]) -> None:
     """Move pieces to ranks with fewer tokens while the makespan grows by less than 1 / `CLOSE`."""
     makespan = max(parts.loads)
     most = makespan + makespan // CLOSE
-    tokens = parts.tokens(sizes)
+    tokens = [sum(sizes[index] for _, index in part) for part in parts.pieces]
 
     def moved() -> bool:
         by_tokens = sorted(range(len(tokens)), key=lambda rank: (tokens[rank], rank))
@@ -207,13 +206,6 @@ def _consecutive(owners: Sequence[int], costs: Sequence[int], sizes: Sequence[in
         for index, (_, _, rank) in zip(indices, order, strict=True):
             result[index] = rank
     return result
-
-
-def _numbered(owners: Sequence[int], ranks: int) -> list[int]:
-    """Return the owners with ranks numbered by their first pieces."""
-    numbers = {rank: number for number, rank in enumerate(dict.fromkeys(owners))}
-    assert len(numbers) <= ranks
-    return [numbers[rank] for rank in owners]
 
 
 def _largest_first(costs: Sequence[int]) -> list[int]:

@@ -175,11 +175,6 @@ class Gathering(Removable):
         self._late: dict[Any, set[Unit]] = {}  # by flight, units that nothing announces in its backward
         self._stays: set[Unit] = set()  # those of the backward that runs
 
-    @property
-    def per_action(self) -> bool:
-        """Whether layers of any stage are gathered for each forward and backward."""
-        return any(unit.path in self._reshards for units in self._units.values() for unit in units)
-
     def attach(self) -> None:
         """Find the units, and watch their layers until `remove`; after the parameters are shared."""
         self.remove()

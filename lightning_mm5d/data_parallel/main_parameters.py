@@ -18,11 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mm5d.config.errors import private
 from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
-from lightning_mm5d.sharded.remote_value import is_remote
+from lightning_mm5d.sharded.remote_value import is_remote, plain
 
-_plain = private(torch._C, "DisableTorchFunctionSubclass")
 _ATTRIBUTE = "_mm5d_main_params"  # of a module: the dtypes that its layers compute in, by name of the parameter
 
 
@@ -156,7 +154,7 @@ class MainParameters:
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
     """Return the dtype of a parameter's gradient, also of one without values."""
-    with _plain():
+    with plain():
         return parameter.grad_dtype or parameter.dtype
 
 

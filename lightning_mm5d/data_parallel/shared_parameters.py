@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,17 +38,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_mm5d.config.errors import private
 from lightning_mm5d.plan.holdings import DataShard
 from lightning_mm5d.plan.plan import Traffic
-from lightning_mm5d.sharded.collectives import Encoding, waits_on_device
-from lightning_mm5d.sharded.remote_value import TELLING
+from lightning_mm5d.sharded.collectives import waits_on_device
+from lightning_mm5d.sharded.remote_value import TELLING, plain
 from lightning_mm5d.sharded.torch_internals import all_gather_single, reduce_scatter_single
-
-
-def gather(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, encoding: Encoding | None) -> Any:
-    """Start an all-gather, as `Gathered`; encoded, all ranks get equal rows, the owner too."""
-    return Gathered(rows, lengths, group) if encoding is None else encoding.gathered(rows, lengths, group)
 
 
 class ScatteredSum:
@@ -120,7 +114,6 @@ class Gathered:
 
 # a backward from a parameter adds to its gradient
 _TELLING = TELLING | {Tensor.untyped_storage, Tensor.data_ptr, Tensor.grad.__set__, torch.autograd.backward}  # type: ignore[union-attr]
-_plain = private(torch._C, "DisableTorchFunctionSubclass")
 
 
 class Closed(nn.Parameter):
@@ -145,7 +138,7 @@ class Closed(nn.Parameter):
                     leaf.opens()
             if not any(isinstance(leaf, Closed) for leaf in closed):
                 return func(*args, **kwargs)
-        with _plain():
+        with plain():
             return func(*args, **kwargs)
 
 
@@ -360,7 +353,6 @@ def forget_node(parameter: nn.Parameter) -> None:
     parameter.data = torch.empty(0, dtype=other, device=parameter.device)
 
 
-T = TypeVar("T")
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
 
 
@@ -378,7 +370,8 @@ class Fetch:
         rows = torch.cat([shared.own_rows.reshape(-1).to(shared.dtype) for shared in held])
         self._sizes = [[shared.numel_at(place) for shared in held] for place in range(len(held[0].shard.block))]
         encoding = None if exact else held[0].traffic.parameters
-        self._gathered = gather(rows, [sum(sizes) for sizes in self._sizes], group, encoding)
+        start: Callable[..., Any] = Gathered if encoding is None else encoding.gathered  # equal rows on all ranks
+        self._gathered = start(rows, [sum(sizes) for sizes in self._sizes], group)
 
     def finish(self) -> None:
         """Write the rows to the local tensors, which get memory."""
@@ -462,9 +455,6 @@ class SharedParameters:
         self.rest()
         if not failed:
             self._make_exact()
-        self._forget()
-
-    def _forget(self) -> None:
         self.all.clear()
         self._by_id.clear()
 
@@ -562,22 +552,21 @@ class SharedParameters:
             groups: of these blocks, where they are not those that gradients are summed over.
             exact: whether rows travel as they are.
         """
-        for held in self._buckets(wanted, lambda shared: shared):
+        for held in self._buckets(wanted):
             group = (groups or self._groups)[held[0].shard.block]
             assert group is not None
             yield Fetch(held, group, exact=exact)
 
-    def _buckets(self, items: Sequence[T], parameter: Callable[[T], SharedParameter]) -> list[list[T]]:
-        """Return `items` in lists that are exchanged at once, in one order on all ranks that share one of them."""
-        by_key: dict[Any, list[list[T]]] = {}
+    def _buckets(self, wanted: Sequence[SharedParameter]) -> list[list[SharedParameter]]:
+        """Return `wanted` in lists that are exchanged at once, in one order on all ranks that share one of them."""
+        by_key: dict[Any, list[list[SharedParameter]]] = {}
         sizes: dict[Any, int] = {}
-        for item in items:
-            shared = parameter(item)
+        for shared in wanted:
             dtypes = f"{shared.dtype} of {shared.own_rows.dtype}"
             key = shared.shard.block, shared.shard.across, dtypes, shared.traffic.key
             if key not in by_key or sizes[key] >= self._bucket_bytes:
                 by_key.setdefault(key, []).append([])
                 sizes[key] = 0
-            by_key[key][-1].append(item)
+            by_key[key][-1].append(shared)
             sizes[key] += shared.dtype.itemsize * shared.own_rows.numel() * len(shared.shard.block)
         return [bucket for key in sorted(by_key) for bucket in by_key[key]]

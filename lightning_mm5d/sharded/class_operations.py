@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.sharded.collectives import TensorGroup, copy, reduce
+from lightning_mm5d.sharded.collectives import TensorGroup, reduce
 from lightning_mm5d.sharded.tensor import NotYetComputed, Sharded, as_sharded
 from lightning_mm5d.sharded.torch_internals import assert_on_device, backward_frees_graph, ends_graph
 
@@ -171,17 +171,15 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 Rule = Callable[..., Any]
-FUNCTIONS = ("sum", "mean", "logsumexp", "softmax", "log_softmax", "gather")
-"""Functions that have rules here."""
 
 
 def along_classes(name: str, otherwise: Rule | None = None) -> Rule:
-    """Return the rule of one of `FUNCTIONS`, which asks `otherwise` about arguments that do not fit."""
+    """Return the rule of a function among `RULES`, which asks `otherwise` about arguments that do not fit."""
 
     def rule(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         x = args[0]
         if type(x) is Sharded and x.sharding.dim == -1 and isinstance(x.group, TensorGroup) and 0 not in x.lengths:
-            result = _RULES[name](func, args, kwargs)
+            result = RULES[name](func, args, kwargs)
             if result is not NotImplemented:
                 return result
         return NotImplemented if otherwise is None else otherwise(func, args, kwargs)
@@ -248,7 +246,7 @@ def _gather(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     return reduce(values, group, is_fresh=True)
 
 
-_RULES: dict[str, Rule] = {
+RULES: dict[str, Rule] = {
     "sum": _reduction,
     "mean": _reduction,
     "logsumexp": _logsumexp,
@@ -353,7 +351,7 @@ class VocabularyShard:
 
     def copy(self, x: Tensor) -> Tensor:
         """Return `x`, equal on all ranks, for work on `logits`: its gradients, which are partial, are summed."""
-        return x if self._group is None else copy(x, self._group)
+        return x if self._group is None else self._group.copied(x)
 
 
 def vocabulary_shard(logits: Tensor) -> VocabularyShard:

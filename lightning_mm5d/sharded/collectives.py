@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -210,16 +210,10 @@ class TensorGroup:
     def start_gather(self, local: Tensor, dim: int, lengths: Sequence[int], *, exact: bool = False) -> Wait:
         """Start `gather`; return what waits for it. All ranks wait in the order in which they start."""
         longest, dim = max(lengths), dim % local.dim()
-        padded = local.detach()
-        if lengths[self.index] < longest:
-            shape = [*padded.shape]
-            shape[dim] = longest - lengths[self.index]
-            padded = torch.cat([padded, padded.new_zeros(shape)], dim)
-        shards = padded.new_empty(self.size, *padded.shape)
-        work = None
+        sent, work = padded(local.detach(), dim, longest), None
+        shards = sent.new_empty(self.size, *sent.shape)
         if not self.is_silent:
-            padded = padded.contiguous()
-            work = all_gather_single(shards.flatten(0, 1), padded, group=self.group, async_op=True)
+            work = all_gather_single(shards.flatten(0, 1), sent, group=self.group, async_op=True)
             self.moved += shards.nbytes * (self.size - 1) / self.size
 
         def full() -> Tensor:
@@ -229,7 +223,7 @@ class TensorGroup:
                 )
             return owned(shards.movedim(0, dim).flatten(dim, dim + 1))
 
-        return self._after(work, full, padded)
+        return self._after(work, full, sent)
 
     def sum_scattered(self, full: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """Return this rank's shard along `dim` of the sum over ranks; the shards are `lengths` long."""
@@ -240,9 +234,7 @@ class TensorGroup:
         longest, dim = max(lengths), dim % full.dim()
         full = full.detach()
         if any(length != longest for length in lengths):
-            shape = [self.size, *full.shape]
-            shape[dim + 1] = longest
-            shards = full.new_zeros(shape)
+            shards = full.new_zeros(self.size, *with_length(full.shape, dim, longest))
             for shard, piece, length in zip(shards, full.split(list(lengths), dim), lengths, strict=True):
                 shard.narrow(dim, 0, length).copy_(piece)
         else:
@@ -261,32 +253,49 @@ class TensorGroup:
 
     def exchange(self, local: Tensor, source: int, before: Sequence[int], target: int, after: Sequence[int]) -> Tensor:
         """Return the shard along `target`, `after` long, of what is sharded along `source`, `before` long."""
-        shape, pieces = [*local.shape], local.detach().split(list(after), target)
-        shape[target] = after[self.index]
+        pieces = local.detach().split(list(after), target)
+        shape = with_length(local.shape, target, after[self.index])
         unit = math.prod(size for dim, size in enumerate(shape) if dim != source % local.dim())
         counts = [unit * length for length in before]
         sent = torch.cat([piece.reshape(-1) for piece in pieces])
-        received = sent.new_empty(sum(counts))
-        if not self.is_silent:
-            lengths = [piece.numel() for piece in pieces]
-            self.wait(dist.all_to_all_single(received, sent, counts, lengths, group=self.group, async_op=True))
-            self.moved += (sent.numel() - pieces[self.index].numel()) * sent.element_size()
+        received = self.start_all_to_all(sent, [piece.numel() for piece in pieces], counts)()
         rows = zip(received.split(counts), before, strict=True)
         return torch.cat([row.view(with_length(shape, source, length)) for row, length in rows], source)
+
+    def start_all_to_all(self, sent: Tensor, send: Sequence[int], receive: Sequence[int]) -> Wait:
+        """Start to send a piece to each rank and to receive one from each; return what waits for these.
+
+        Args:
+            sent: all pieces, one after the other, in one dim, as what is received.
+            send: elements for each rank.
+            receive: elements from each rank.
+        """
+        received, work = sent.new_empty(sum(receive)), None
+        if not self.is_silent:
+            work = dist.all_to_all_single(received, sent, list(receive), list(send), group=self.group, async_op=True)
+            self.moved += (sent.numel() - send[self.index]) * sent.element_size()
+        return self._after(work, lambda: received, sent)
 
     # --- what a `Sharded` asks of its group, in autograd's graph ---
 
     def copied(self, x: Tensor) -> Tensor:
-        """`copy`."""
-        return copy(x, self)
+        """Return the replicated `x` for work on sharded weights; its gradients, which are partial, are summed."""
+        return differentiable(x, view, partial(_summed, self))
 
     def scattered(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        """`scatter`."""
-        return scatter(x, dim, lengths, self)
+        """Return this rank's shard of the replicated `x`; the gradients of all shards are gathered."""
+
+        def local(x: Tensor) -> Tensor:
+            # a copy, never a view: it may be written to, and lets go of the full tensor
+            return self.local_of(x, dim, lengths).clone(memory_format=torch.contiguous_format)
+
+        return differentiable(x, local, lambda gradient: self.gather(gradient, dim, lengths))
 
     def gathered(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        """`gather`."""
-        return gather(x, dim, lengths, self)
+        """Return the sharded `x` in full, for work that all ranks repeat; each takes the gradient of its shard."""
+        return differentiable(
+            x, lambda x: self.gather(x, dim, lengths), lambda gradient: self.local_of(gradient, dim, lengths)
+        )
 
     def _after(self, work: Any, result: Wait, *sent: Tensor) -> Wait:
         """Return what waits for `work`, if any, and then returns ``result()``; it keeps what is `sent` until then."""
@@ -310,26 +319,32 @@ def with_length(shape: Sequence[int], dim: int, length: int) -> list[int]:
     return new_shape
 
 
+def padded(x: Tensor, dim: int, length: int) -> Tensor:
+    """`x` without gaps in memory, and with zeros after it along `dim` up to a length."""
+    missing = length - x.shape[dim]
+    return (torch.cat([x, x.new_zeros(with_length(x.shape, dim, missing))], dim) if missing else x).contiguous()
+
+
 def owned(x: Tensor) -> Tensor:
     """`x`, but no view: autograd forbids writes to views that a function returns, and models write to hidden states."""
     return x.new_empty(0).set_(x) if is_view(x) else x  # type: ignore[call-overload]
 
 
-@contextmanager
-def dry_run(groups: Iterable[TensorGroup]) -> Iterator[None]:
+def dry_run(groups: Iterable[TensorGroup]) -> AbstractContextManager[None]:
     """Let no group communicate meanwhile."""
-    with ExitStack() as stack:
-        for group in groups:
-            stack.enter_context(meanwhile(group, is_silent=True))
-        yield
+    return _all_meanwhile(groups, is_silent=True)
+
+
+def in_one_piece(groups: Iterable[TensorGroup]) -> AbstractContextManager[None]:
+    """Let no group hand over meanwhile."""
+    return _all_meanwhile(groups, hand_over=None)
 
 
 @contextmanager
-def in_one_piece(groups: Iterable[TensorGroup]) -> Iterator[None]:
-    """Let no group hand over meanwhile."""
+def _all_meanwhile(groups: Iterable[TensorGroup], **values: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for group in groups:
-            stack.enter_context(meanwhile(group, hand_over=None))
+            stack.enter_context(meanwhile(group, **values))
         yield
 
 
@@ -355,11 +370,6 @@ def view(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def copy(x: Tensor, group: TensorGroup) -> Tensor:
-    """Return the replicated `x` for work on sharded weights; its gradients, which are partial, are summed."""
-    return differentiable(x, view, partial(_summed, group))
-
-
 def reduce(x: Tensor, group: TensorGroup, *, is_fresh: bool = False) -> Tensor:
     """Return the sum of the partial `x`, replicated; the gradient of the sum is that of each rank's summand.
 
@@ -375,23 +385,6 @@ def reduce(x: Tensor, group: TensorGroup, *, is_fresh: bool = False) -> Tensor:
 
 def _summed(group: TensorGroup, gradient: Tensor) -> Tensor:
     return group.sum(gradient, in_place=is_held_once(gradient))
-
-
-def gather(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
-    """Return the sharded `x` in full, for work that all ranks repeat; each takes the gradient of its shard."""
-    return differentiable(
-        x, lambda x: group.gather(x, dim, lengths), lambda gradient: group.local_of(gradient, dim, lengths)
-    )
-
-
-def scatter(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
-    """Return this rank's shard of the replicated `x`; the gradients of all shards are gathered."""
-
-    def local(x: Tensor) -> Tensor:
-        # a copy, never a view: it may be written to, and lets go of the full tensor
-        return group.local_of(x, dim, lengths).clone(memory_format=torch.contiguous_format)
-
-    return differentiable(x, local, lambda gradient: group.gather(gradient, dim, lengths))
 
 
 def reduce_scatter(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:

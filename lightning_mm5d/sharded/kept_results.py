@@ -38,16 +38,16 @@ class _Result:
     def __init__(self, out: Any) -> None:
         leaves, self._spec = tree_flatten(out)
         self.leaves = [_detached(leaf) for leaf in leaves]
-        self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self.leaves]
+        self._versions = self._versions_now()
 
     def value(self) -> Any:
         return tree_unflatten([_detached(leaf) for leaf in self.leaves], self._spec)
 
     def is_unchanged(self) -> bool:
-        return all(
-            version == (leaf._version if isinstance(leaf, Tensor) else 0)
-            for leaf, version in zip(self.leaves, self._versions, strict=True)
-        )
+        return self._versions == self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self.leaves]
 
 
 class _Operations(TorchDispatchMode):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mm5d.data.random_state import drawn_seed
-from lightning_mm5d.sharded.class_operations import FUNCTIONS, along_classes, cross_entropy
-from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.class_operations import RULES, along_classes, cross_entropy
+from lightning_mm5d.sharded.collectives import TensorGroup, with_length
 from lightning_mm5d.sharded.sequence import (
     cross_entropy_of_tokens,
     is_tokens,
@@ -143,16 +144,13 @@ def _locals(values: Iterable[Any]) -> list[Any]:
 
 
 def _pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    first = None
-    for x in (*args, *kwargs.values()) if kwargs else args:
-        if type(x) is Sharded:
-            first = x
-            break
-    if first is None:
+    values = (*args, *kwargs.values())
+    first = next((x for x in values if type(x) is Sharded), None)
+    if first is None or kwargs.get("out") is not None:
         return NotImplemented
     sharding = first.sharding
     local: list[Any] = []
-    for x in (*args, *kwargs.values()) if kwargs else args:
+    for x in values:
         if type(x) is Sharded:
             if x.sharding is not sharding and x.sharding != sharding:
                 return NotImplemented
@@ -162,12 +160,7 @@ def _pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
             if x is None:
                 return NotImplemented
         local.append(x)
-    if not kwargs:
-        result = func(*local)
-    elif kwargs.get("out") is None:
-        result = func(*local[: len(args)], **dict(zip(kwargs, local[len(args) :], strict=True)))
-    else:
-        return NotImplemented
+    result = func(*local[: len(args)], **dict(zip(kwargs, local[len(args) :], strict=True)))
     if result is first.local:
         return first
     return as_sharded(result, sharding) if isinstance(result, Tensor) else NotImplemented
@@ -263,8 +256,7 @@ def _reshaped(x: Sharded, sizes: Sequence[Any]) -> Any:
     before = math.prod(shape[: sharding.dim])
     for place, size in enumerate(sizes):
         if size == sharding.size and math.prod(sizes[:place]) == before and math.prod(sizes) == shape.numel():
-            local_sizes = [*sizes]
-            local_sizes[place] = x.local.shape[sharding.dim]
+            local_sizes = with_length(sizes, place, x.local.shape[sharding.dim])
             return as_sharded(x.local.reshape(local_sizes), sharding._replace(dim=place - len(sizes)))
     return reshaped_sequences(x, sizes) if math.prod(sizes) == shape.numel() else NotImplemented
 
@@ -292,8 +284,8 @@ def _flatten(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 def _moved(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Rule of functions that add, remove or reorder dims; an example shows where the sharded one goes."""
     x = args[0]
-    sharding, sizes = x.sharding, [1 if size == 1 else 3 for size in x.shape]
-    sizes[sharding.dim] = 2
+    sharding = x.sharding
+    sizes = with_length([1 if size == 1 else 3 for size in x.shape], sharding.dim, 2)
     example = func(torch.empty(1).expand(sizes), *args[1:], **kwargs)
     result = func(x.local, *args[1:], **kwargs)
     if sharding.size == 1 or result.dim() != example.dim():
@@ -307,16 +299,11 @@ def _getitem(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         return NotImplemented
     local, sharding = x.local, x.sharding
     entries: list[Any] = [*index] if isinstance(index, tuple) else [index]
-    takes = []  # how many dims each entry takes
     for entry in entries:
-        if type(entry) is int or isinstance(entry, slice):
-            takes.append(1)
-        elif entry is None or entry is Ellipsis:
-            takes.append(0)
-        elif isinstance(entry, Tensor) and type(entry) is not Sharded and entry.dtype != torch.uint8:
-            takes.append(entry.dim() if entry.dtype == torch.bool else 1)
-        else:
+        picks = isinstance(entry, Tensor) and type(entry) is not Sharded and entry.dtype != torch.uint8
+        if not (picks or entry is None or type(entry) in (int, slice, EllipsisType)):
             return NotImplemented
+    takes = [_dims_taken(entry) for entry in entries]
     place, at, dim = local.dim() + sharding.dim, 0, sharding.dim
     for i, (entry, taken) in enumerate(zip(entries, takes, strict=True)):
         if entry is Ellipsis:
@@ -369,9 +356,7 @@ def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         return NotImplemented
     if logits.sharding.dim == -2:
         return cross_entropy_of_tokens(logits, target, options)
-    if is_tokens(logits.group):
-        return NotImplemented
-    if target.dim() != 1 or target.dtype != torch.int64:
+    if is_tokens(logits.group) or target.dim() != 1 or target.dtype != torch.int64:
         return NotImplemented
     if any(options.pop(name, None) is not None for name in ("weight", "size_average", "reduce")):
         return NotImplemented
@@ -385,10 +370,6 @@ def size_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     """``Tensor.size`` of a tensor that acts as the full one."""
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     return args[0].shape if dim is None else args[0].shape[dim]
-
-
-def _clone(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return args[0].full()  # made for the caller alone; a clone is often made to write to it
 
 
 def _deepcopy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -436,7 +417,7 @@ def _fill(rules: dict[Any, Callable[..., Any]]) -> None:
     rules[Tensor.requires_grad.__set__] = on_local  # type: ignore[attr-defined]
     add(_like, "empty_like zeros_like ones_like full_like rand_like randn_like")
     add(_along(1), "mean sum prod amax amin logsumexp argmax argmin all any softmax log_softmax cumsum")
-    for name in FUNCTIONS:
+    for name in RULES:
         add(along_classes(name, None if name == "gather" else _along(1)), name)
     add(_along(1, empty=False), "var std")  # they warn of tensors without entries
     add(_along(2), "norm vector_norm normalize")
@@ -452,7 +433,8 @@ def _fill(rules: dict[Any, Callable[..., Any]]) -> None:
     add(_cross_entropy, "cross_entropy")
     add(register_hook, "register_hook")
     add(kept_gradient, "grad")
-    add(_clone, "clone")
+    # made for the caller alone; a clone is often made to write to it
+    add(lambda func, args, kwargs: args[0].full(), "clone")
     add(_deepcopy, "__deepcopy__")
     add(_repr, "__repr__ __format__")
     rules[torch.autograd.grad] = gradients_of

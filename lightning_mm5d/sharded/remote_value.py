@@ -173,7 +173,7 @@ class RemoteValue(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = marked(_without_memory(self), self.origin)
+            memo[id(self)] = marked(_nan(self.shape, self.dtype, self.device), self.origin)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -271,13 +271,9 @@ def remote_value(
     shape: Iterable[int], dtype: torch.dtype, device: torch.device, origin: Origin, *, requires_grad: bool
 ) -> RemoteValue:
     """Return a remote value full of NaN, with memory, because models write features into embeddings in place."""
-    size, filler = tuple(shape), _filler(dtype)
-    if requires_grad and filler != 0:
-        # no leaf, because a leaf that carries a gradient cannot be written to in place
-        return marked(
-            torch.full((), filler, dtype=dtype, device=device, requires_grad=True).expand(size).clone(), origin
-        )
-    return marked(torch.full(size, filler, dtype=dtype, device=device), origin)
+    values = _nan(tuple(shape), dtype, device, requires_grad=requires_grad)
+    # no leaf, because a leaf that carries a gradient cannot be written to in place
+    return marked(values.clone(memory_format=torch.contiguous_format), origin)
 
 
 def without_memory(
@@ -312,16 +308,8 @@ def settled(value: Any, use: str) -> Any:
 
 
 def _nan(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, requires_grad: bool = False) -> Tensor:
-    filler = _filler(dtype)
+    filler = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), filler, dtype=dtype, device=device, requires_grad=requires_grad and filler != 0).expand(shape)
-
-
-def _without_memory(tensor: Tensor) -> Tensor:
-    return _nan(tensor.shape, tensor.dtype, tensor.device)
-
-
-def _filler(dtype: torch.dtype) -> float:
-    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
 
 
 def _unmark(tensor: Tensor) -> None:
@@ -342,6 +330,7 @@ _LARGE = 2**24
 plain = private(torch._C, "DisableTorchFunctionSubclass")
 """Enter to read attributes of many placeholders as fast as those of other parameters."""
 _VALUELESS = TELLING | LIKE
+_EXACT = MOVING | CUTTING | JOINING | {"__get__"}  # of attributes, `data` and transposed views are left
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -366,18 +355,13 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if name in CASTING and isinstance(args[0], Placeholder):
         return _cast(func, args, kwargs)
     with plain():
-        is_large = guard.ends_here is False and not guard.is_dry and any(map(_is_large, remote))
+        is_thrown_away = guard.ends_here is False and not guard.is_dry
+        is_large = is_thrown_away and any(tensor.numel() >= _LARGE and _has_no_memory(tensor) for tensor in remote)
         shaped = _shaped(func, args, kwargs, used, remote[0].device) if is_large else None
         result = func(*args, **kwargs) if shaped is None else shaped
-    exact = all(tensor.exact for tensor in remote) and (name in MOVING or name in CUTTING or name in JOINING)
-    if name == "__get__":
-        exact = all(tensor.exact for tensor in remote)  # of attributes, `data` and transposed views are left
+    exact = name in _EXACT and all(tensor.exact for tensor in remote)
     mixed = any(tensor.mixed for tensor in remote) or (name in JOINING and len(remote) < len(used))
     return _result(result, name, used, origin, exact=exact, mixed=mixed)
-
-
-def _is_large(tensor: Tensor) -> bool:
-    return tensor.numel() >= _LARGE and _has_no_memory(tensor)
 
 
 def _shaped(func: Any, args: Any, kwargs: Any, used: Sequence[Tensor], device: torch.device) -> Any:
@@ -435,6 +419,8 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if isinstance(targets, (tuple, list)):
         return _write_each(func, name, args, kwargs, targets)
     value = args[-1] if len(args) > 1 else None
+    others = [tensor for tensor in tensors_of((args[1:], kwargs)) if is_remote(tensor)]
+    exact = name in JOINING and all(tensor.exact for tensor in others)
     if is_remote(targets):
         if name == "__set__":  # of `data`, when the module moves, and of `grad`
             if is_remote(value) or value is None:
@@ -443,7 +429,9 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
         elif isinstance(targets, Placeholder) or _has_no_memory(targets):
             increment_version(targets)  # all that tells of it
         else:
-            _write_remote(func, name, args, kwargs, targets)
+            with plain():
+                func(*args, **kwargs)
+            targets.exact, targets.mixed = targets.exact and exact, True
         return targets
     guard = origin.guard
     if guard.is_dry:
@@ -454,21 +442,11 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
     with plain():
         func(*args, **kwargs)
         base = targets._base
-    others = [tensor for tensor in tensors_of((args[1:], kwargs)) if is_remote(tensor)]
-    exact = name in JOINING and all(tensor.exact for tensor in others)
     for tensor in (targets, base):
         if tensor is not None and not is_remote(tensor):
             tensor.__class__ = RemoteValue
             _marked(tensor, origin, exact=exact and tensor.is_floating_point(), mixed=True)
     return targets
-
-
-def _write_remote(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> None:
-    others = [tensor for tensor in tensors_of((args[1:], kwargs)) if is_remote(tensor)]
-    with plain():
-        func(*args, **kwargs)
-    target.exact = target.exact and name in JOINING and all(tensor.exact for tensor in others)
-    target.mixed = True
 
 
 def _write_each(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> Any:

@@ -30,7 +30,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -41,7 +41,7 @@ from torch.nn import functional as F
 from lightning_mm5d.data.lazy import on_device
 from lightning_mm5d.layout.layout import even_lengths
 from lightning_mm5d.sharded.class_operations import check_targets
-from lightning_mm5d.sharded.collectives import TensorGroup, copy, differentiable, message_device, view
+from lightning_mm5d.sharded.collectives import TensorGroup, differentiable, message_device, padded, view, with_length
 from lightning_mm5d.sharded.tensor import Group, Sharded, Sharding, as_sharded, from_local
 from lightning_mm5d.sharded.torch_internals import is_view
 
@@ -77,11 +77,6 @@ class TokenSplit:
         return split
 
     @property
-    def key(self) -> tuple[tuple[Range, ...], ...]:
-        """What tells splits of one size apart: plain integers, the same on every rank and in every process."""
-        return self.ranges
-
-    @property
     def ranks(self) -> int:
         """Number of ranks, R."""
         return len(self.ranges)
@@ -107,6 +102,25 @@ class TokenSplit:
             return on_device(order, device)
 
         return self.cached(("order", torch.device(device)), inverse)
+
+    @cached_property
+    def _in_order(self) -> bool:
+        rows = [piece for held in self.ranges for piece in held]
+        return rows == sorted(rows)
+
+    def ordered(self, parts: Tensor, dim: int) -> Tensor:
+        """Return the sequence, given the tokens of all ranks in a row along `dim`; a view where it can."""
+        return parts if self._in_order else parts.index_select(dim, self.order(parts.device))
+
+    def parted(self, sequence: Tensor, dim: int) -> Tensor:
+        """Return the tokens of all ranks in a row, given the sequence; a view where it can."""
+        if self._in_order:
+            return sequence
+        device = sequence.device
+        row = self.cached(
+            ("row", device), lambda: torch.cat([self.indices(rank, device) for rank in range(self.ranks)])
+        )
+        return sequence.index_select(dim, row)
 
     def cached(self, name: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` made of this split the first time, for as long as the split lives."""
@@ -194,13 +208,12 @@ class ShardedSequence:
 
     def gather(self, local: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """The full tensor, in the order of tokens, outside of autograd's graph."""
-        full = self.holders.ranks.gather(local, dim, lengths)
-        return full if self._in_order else full.index_select(dim, self.split.order(local.device))
+        return self.split.ordered(self.holders.ranks.gather(local, dim, lengths), dim)
 
     def copied(self, x: Tensor) -> Tensor:
         """The replicated `x` for work on local tensors."""
         if x.is_leaf and self.holders.averages(x):
-            return x if self.holders.tensor is None else copy(x, self.holders.tensor)
+            return x if self.holders.tensor is None else self.holders.tensor.copied(x)
         ranks, degree = self.holders.ranks, self.factor
         return differentiable(x, view, lambda gradient: ranks.sum(gradient) / degree)
 
@@ -229,10 +242,7 @@ class ShardedSequence:
             return self.gather(x, dim, lengths)
 
         def summed(gradient: Tensor) -> Tensor:
-            if not self._in_order:
-                parts = [self.split.indices(rank, gradient.device) for rank in range(self.size)]
-                gradient = gradient.index_select(dim, torch.cat(parts))
-            return ranks.sum_scattered(gradient, dim, lengths)
+            return ranks.sum_scattered(self.split.parted(gradient, dim), dim, lengths)
 
         return differentiable(x, lambda x: self.gather(x, dim, lengths), summed)
 
@@ -304,12 +314,7 @@ class ShardedSequence:
     @cached_property
     def coarse(self) -> TokenSplit:
         """The tokens of each context parallel rank."""
-        count = self.size // self.holders.degree
-        if count == 1:
-            return self.split
-        ranges = self.split.ranges
-        rows = [ranges[first : first + count] for first in range(0, len(ranges), count)]
-        return TokenSplit.of([[piece for held in row for piece in held] for row in rows], self.split.size)
+        return joined(self.split, self.size // self.holders.degree)
 
     @property
     def own_size(self) -> int:
@@ -323,11 +328,6 @@ class ShardedSequence:
         first = self.index - self.index % count
         return self.lengths[first : first + count]
 
-    @cached_property
-    def _in_order(self) -> bool:
-        rows = [piece for held in self.split.ranges for piece in held]
-        return rows == sorted(rows)
-
     def _view(self, key: Any, make: Callable[[], TokenSplit], base: ShardedSequence | None = None) -> ShardedSequence:
         # one object for one view, so that tensors of it work together
         if key not in self._views:
@@ -335,6 +335,18 @@ class ShardedSequence:
             if base is not None:
                 self._views[key]._views["of", key[1]] = base
         return self._views[key]
+
+
+def joined(split: TokenSplit, size: int) -> TokenSplit:
+    """The split of the same tokens over groups of `size` ranks in a row."""
+    if size == 1:
+        return split
+
+    def make() -> TokenSplit:
+        groups = [split.ranges[start : start + size] for start in range(0, split.ranks, size)]
+        return TokenSplit.of([sorted(chain(*group)) for group in groups], split.size)
+
+    return split.cached(("joined", size), make)
 
 
 def refined(split: TokenSplit, count: int) -> TokenSplit:
@@ -392,8 +404,7 @@ def reshaped_sequences(x: Sharded, sizes: Sequence[int]) -> Any:
 
 
 def _viewed(local: Tensor, sizes: Sequence[int], at: int, group: ShardedSequence) -> Sharded:
-    local_sizes = [*sizes]
-    local_sizes[at] = group.lengths[group.index]
+    local_sizes = with_length(sizes, at, group.lengths[group.index])
     return as_sharded(local.reshape(local_sizes), _sharding(at - len(sizes), group))
 
 
@@ -514,8 +525,8 @@ def ring_gather(
         use: called with each shard, contiguous, and its start in the full tensor while the next one comes; this rank's
             own first.
     """
-    starts, held = _starts(lengths), _padded(local.detach(), dim, max(lengths))
-    full = local.new_empty(_shape(local, dim, sum(lengths)))
+    starts, held = [*accumulate(lengths, initial=0)], padded(local.detach(), dim, max(lengths))
+    full = local.new_empty(with_length(local.shape, dim, sum(lengths)))
     for step in range(group.size):
         source = (group.index - step) % group.size
         start, length = starts[source], lengths[source]
@@ -539,13 +550,13 @@ def ring_sum_scattered(
         lengths: of the shards.
         group: the ring.
     """
-    starts, longest = _starts(lengths), max(lengths)
+    starts, longest = [*accumulate(lengths, initial=0)], max(lengths)
     hop: Hop | None = None
     for step in range(group.size - 1):
         target = (group.index - 1 - step) % group.size
         summand = part(starts[target], lengths[target])
         # what came takes the sum: a mode may keep `summand` for when it is computed again
-        sent = _padded(summand, dim, longest) if hop is None else _plus(hop.wait(), summand, dim)
+        sent = padded(summand, dim, longest) if hop is None else _plus(hop.wait(), summand, dim)
         hop = _hop(group, sent)
     summand = part(starts[group.index], lengths[group.index])
     if hop is None:
@@ -564,18 +575,3 @@ def _plus(came: Tensor, summand: Tensor, dim: int) -> Tensor:
     """Add `summand` to the rows of `came` that are no padding."""
     came.narrow(dim, 0, summand.shape[dim]).add_(summand)
     return came
-
-
-def _padded(x: Tensor, dim: int, longest: int) -> Tensor:
-    missing = longest - x.shape[dim]
-    return (torch.cat([x, x.new_zeros(_shape(x, dim, missing))], dim) if missing else x).contiguous()
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    return [*accumulate(lengths, initial=0)]
-
-
-def _shape(x: Tensor, dim: int, length: int) -> list[int]:
-    shape = [*x.shape]
-    shape[dim] = length
-    return shape

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _python_dispatch, checkpoint
+from torch.utils._pytree import tree_map_only
 
 from lightning_mm5d.config.errors import private
 
@@ -56,11 +57,7 @@ def ends_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
             returned = backward(ctx, *gradients)
         if not torch.is_grad_enabled():
             return returned
-        values = [
-            _Ended.apply(gradient.detach().requires_grad_()) if isinstance(gradient, Tensor) else gradient
-            for gradient in (returned if isinstance(returned, tuple) else (returned,))
-        ]
-        return tuple(values) if isinstance(returned, tuple) else values[0]
+        return tree_map_only(Tensor, lambda gradient: _Ended.apply(gradient.detach().requires_grad_()), returned)
 
     return ended
 
@@ -161,10 +158,15 @@ def unobserved() -> Generator[None, None, None]:
         yield
 
 
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """Return the pair of functions that packs and unpacks what autograd saves now; None where nothing does."""
+    return private(torch._C._autograd, "_top_saved_tensors_default_hooks")(True)
+
+
 def in_checkpoint() -> bool:
     """Whether torch's checkpoint runs the code around, and keeps nothing of what autograd saves."""
-    hooks = private(torch._C._autograd, "_top_saved_tensors_default_hooks")(True)
-    return hooks is not None and hooks[0].__module__ == checkpoint.__name__
+    hooks = saved_tensor_hooks()
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
 
 
 _GATHER, _SCATTER = (

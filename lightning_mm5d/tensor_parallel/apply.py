@@ -36,7 +36,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.layout.layout import even_lengths
 from lightning_mm5d.partition.parts import at, hidden_place, with_state
 from lightning_mm5d.sharded.class_operations import Columns
-from lightning_mm5d.sharded.collectives import TensorGroup, copy, exchange, reduce, scatter
+from lightning_mm5d.sharded.collectives import TensorGroup, exchange, reduce
 from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.sharded.sequence import is_tokens
 from lightning_mm5d.sharded.tensor import Sharded, from_local
@@ -127,13 +127,13 @@ def _mask(
     group, mask = region.group, None
     if attention is not None:
         if attention.dim() == 3:  # of all samples' heads
-            every = scatter(attention.unflatten(0, (-1, sum(lengths))), 1, lengths, group)
+            every = group.scattered(attention.unflatten(0, (-1, sum(lengths))), 1, lengths)
             mask = _added(every, q.dtype)
         else:
-            mask = _added(copy(attention, group) if attention.requires_grad else attention, q.dtype)[None, None]
+            mask = _added(group.copied(attention) if attention.requires_grad else attention, q.dtype)[None, None]
     if padding is not None:
         padding = padding if padding.dim() == 2 else padding.unsqueeze(0)
-        of_keys = _added(copy(padding, group) if padding.requires_grad else padding, q.dtype)[:, None, None]
+        of_keys = _added(group.copied(padding) if padding.requires_grad else padding, q.dtype)[:, None, None]
         mask = of_keys if mask is None else mask + of_keys
     return mask
 
@@ -394,7 +394,7 @@ def _sequence_shard(x: Tensor, group: TensorGroup) -> Tensor:
         return x
     length = x.shape[-2]
     lengths = even_lengths(length, group.size)
-    return from_local(scatter(x, -2, lengths, group), -2, lengths, group)
+    return from_local(group.scattered(x, -2, lengths), -2, lengths, group)
 
 
 def _own_heads(value: Any, dim: int, lengths: tuple[int, ...], group: TensorGroup) -> Any:
@@ -406,8 +406,8 @@ def _own_heads(value: Any, dim: int, lengths: tuple[int, ...], group: TensorGrou
     total = sum(lengths)
     if dim < 0:
         apart = value.unflatten(-dim - 1, (-1, total))
-        return scatter(apart, -dim, lengths, group).flatten(-dim - 1, -dim)
-    return scatter(value, dim, lengths, group) if value.shape[dim] == total else value
+        return group.scattered(apart, -dim, lengths).flatten(-dim - 1, -dim)
+    return group.scattered(value, dim, lengths) if value.shape[dim] == total else value
 
 
 def _experts(region: Region) -> Callable[..., Any]:
@@ -416,7 +416,7 @@ def _experts(region: Region) -> Callable[..., Any]:
             if isinstance(value, Sharded):
                 value = value.full()
             wants = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
-            return copy(value, region.group) if wants else value
+            return region.group.copied(value) if wants else value
 
         args, kwargs = tuple(map(entered, args)), {name: entered(value) for name, value in kwargs.items()}
         with region.inside() if module.training else nullcontext():

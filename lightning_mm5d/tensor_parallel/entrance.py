@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mm5d.sharded.class_operations import padded_rows, without_padding
-from lightning_mm5d.sharded.collectives import TensorGroup, Wait, view
+from lightning_mm5d.sharded.collectives import TensorGroup, Wait, view, with_length
 from lightning_mm5d.sharded.remote_value import same_origin
 from lightning_mm5d.sharded.sequence import ring_gather, ring_sum_scattered
 from lightning_mm5d.sharded.torch_internals import (
@@ -164,8 +164,7 @@ class _Traffic:
         weight = autocast(of_layer.weight)
         weight = weight if isinstance(first, nn.Linear) else weight.t()
         bias = None if of_layer.bias is None else autocast(of_layer.bias)
-        shape = [*x.shape[:-1], weight.shape[0]]
-        shape[dim] = sum(lengths)
+        shape = with_length([*x.shape[:-1], weight.shape[0]], dim, sum(lengths))
 
         def multiply(rows: Tensor, start: int) -> None:
             product = F.linear(autocast(rows), weight, bias)
@@ -236,9 +235,7 @@ class _Traffic:
             return gradient.new_zeros(()).expand(gradient.shape)
         dim, lengths = self.sharding
         self._sum = self._group.start_sum_scattered(gradient, dim, lengths)
-        shape = [*gradient.shape]
-        shape[dim] = lengths[self._group.index]
-        return gradient.new_zeros(()).expand(shape)
+        return gradient.new_zeros(()).expand(with_length(gradient.shape, dim, lengths[self._group.index]))
 
     def end_sum(self) -> Tensor:
         """Return the gradient of the input."""

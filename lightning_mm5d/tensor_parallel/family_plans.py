@@ -90,21 +90,15 @@ def family_plan(module: nn.Module, families: Families) -> TensorParallelPlan | N
             continue
         entry = families[cls.__name__]
         plan = entry if isinstance(entry, TensorParallelPlan) else entry(module)
-        return None if plan is None or not _fits(module, plan) else _without_missing(module, plan)
+        if plan is None or not all(_has(module, path) for path in (*plan.column, *plan.row)):
+            return None
+        return replace(
+            plan,
+            local={path: part for path, part in plan.local.items() if _has(module, path)},
+            parameters={path: parts for path, parts in plan.parameters.items() if _has(module, path)},
+            shared=tuple(path for path in plan.shared if _has(module, path)),
+        )
     return None
-
-
-def _fits(module: nn.Module, plan: TensorParallelPlan) -> bool:
-    return all(_has(module, path) for path in (*plan.column, *plan.row))
-
-
-def _without_missing(module: nn.Module, plan: TensorParallelPlan) -> TensorParallelPlan:
-    return replace(
-        plan,
-        local={path: part for path, part in plan.local.items() if _has(module, path)},
-        parameters={path: parts for path, parts in plan.parameters.items() if _has(module, path)},
-        shared=tuple(path for path in plan.shared if _has(module, path)),
-    )
 
 
 def _has(module: Any, path: str) -> bool:

@@ -162,7 +162,7 @@ def _registered(cls: type) -> Plans:
     return ()
 
 
-def _is_in(path: str, parents: list[str] | tuple[str, ...]) -> bool:
+def _is_in(path: str, parents: Collection[str]) -> bool:
     return any(not parent or path == parent or path.startswith(f"{parent}.") for parent in parents)
 
 
@@ -181,19 +181,20 @@ def unplanned(root: nn.Module, plans: Mapping[str, Plans], layers: Iterable[str]
     hints = {}
     for path in layers:
         for name, layer in root.get_submodule(path).named_children():
-            if not planned & {id(module) for module in layer.modules()} and _has_linear(layer):
+            if planned & {id(module) for module in layer.modules()}:
+                continue
+            linears, cls = _linears(layer), type(layer).__name__
+            if linears or any(parameter.dim() == 3 for parameter in layer.parameters()):
+                texts = [f"{key or 'itself'} ({fan_in} to {fan_out})" for key, (fan_in, fan_out) in linears.items()]
                 hints[f"{path}.{name}"] = (
-                    f"no tensor parallel plan is known for {type(layer).__name__} ({_linears(layer)}). "
-                    f"Say how it is sharded: {_example(layer)}"
+                    f"no tensor parallel plan is known for {cls} ({', '.join(texts) or 'tensors of experts'}). "
+                    f"Say how it is sharded: {_example(cls, linears)}"
                 )
     return hints
 
 
-def _has_linear(layer: nn.Module) -> bool:
-    return bool(_named_linears(layer)) or any(parameter.dim() == 3 for parameter in layer.parameters())
-
-
-def _named_linears(layer: nn.Module) -> dict[str, tuple[int, int]]:
+def _linears(layer: nn.Module) -> dict[str, tuple[int, int]]:
+    """The linear layers in a layer by path, with what they take and give."""
     linears: dict[str, tuple[int, int]] = {}
     for path, module in layer.named_modules():
         adapted = getattr(module, "base_layer", module)
@@ -203,14 +204,8 @@ def _named_linears(layer: nn.Module) -> dict[str, tuple[int, int]]:
     return linears
 
 
-def _linears(layer: nn.Module) -> str:
-    texts = [f"{path or 'itself'} ({fan_in} to {fan_out})" for path, (fan_in, fan_out) in _named_linears(layer).items()]
-    return ", ".join(texts) or "tensors of experts"
-
-
-def _example(layer: nn.Module) -> str:
-    """A registration with the layer's own names: its last two linear layers of which one may feed the other."""
-    linears = _named_linears(layer)
+def _example(cls: str, linears: Mapping[str, tuple[int, int]]) -> str:
+    """A registration with a layer's own names: its last two linear layers of which one may feed the other."""
     names = list(linears)
     pairs = [
         (first, last)
@@ -221,7 +216,7 @@ def _example(layer: nn.Module) -> str:
     column, row = pairs[-1] if pairs else (names[0], names[-1]) if names else ("up", "down")
     arguments: dict[str, Any] = {"column": {column: ("width",)}, "row": {row: ("width",)}}
     plan = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-    return f"register_tensor_parallel_plan({type(layer).__name__!r}, TensorParallelPlan({plan}))"
+    return f"register_tensor_parallel_plan({cls!r}, TensorParallelPlan({plan}))"
 
 
 _log = logging.getLogger(__name__)
@@ -280,11 +275,8 @@ def divide(
             whole |= dict.fromkeys(weights, (path, group[0]))
     plans = _without(plans, {path for path, _ in whole.values()})
     full_embeddings = {name for name, modality in modalities.items() if not modality.tensor.shard_embedding}
-    multiples = {
-        name: modality.tensor.make_vocab_size_divisible_by
-        for name, modality in modalities.items()
-        if modality.tensor.make_vocab_size_divisible_by is not None
-    }
+    wanted = {name: modality.tensor.make_vocab_size_divisible_by for name, modality in modalities.items()}
+    multiples = {name: multiple for name, multiple in wanted.items() if multiple is not None}
     division = resolve(root, plans, place, full_embeddings, pieces, multiples)
     _check_vocabularies(division, multiples)
     _check_divided(division, modalities, experts or {}, place)
@@ -307,24 +299,20 @@ def divide(
 
 def _without(plans: Mapping[str, Plans], paths: Collection[str]) -> dict[str, Plans]:
     """Return `plans` without what they say of modules at `paths` and in them."""
-
-    def is_in(name: str) -> bool:
-        return any(name == path or name.startswith(f"{path}.") for path in paths)
-
     remaining = {}
     for path, several in plans.items():
         join = f"{path}.".lstrip(".")
         pruned = tuple(
             replace(
                 plan,
-                column={key: parts for key, parts in plan.column.items() if not is_in(join + key)},
-                row={key: parts for key, parts in plan.row.items() if not is_in(join + key)},
-                experts=tuple(key for key in plan.experts if not is_in(join + key)),
-                parameters={key: parts for key, parts in plan.parameters.items() if not is_in(join + key)},
+                column={key: parts for key, parts in plan.column.items() if not _is_in(join + key, paths)},
+                row={key: parts for key, parts in plan.row.items() if not _is_in(join + key, paths)},
+                experts=tuple(key for key in plan.experts if not _is_in(join + key, paths)),
+                parameters={key: parts for key, parts in plan.parameters.items() if not _is_in(join + key, paths)},
             )
             for plan in several
         )
-        if not is_in(path):
+        if not _is_in(path, paths):
             remaining[path] = pruned
     return remaining
 
@@ -345,10 +333,9 @@ def _check_divided(
 
 
 def _check_vocabularies(division: Division, multiples: Mapping[str, int]) -> None:
+    shared = {division.groups[path] for path, kind in division.roles.items() if kind in ("embedding", "head")}
     for name, multiple in multiples.items():
-        if not any(
-            kind in ("embedding", "head") and division.groups[at] == name for at, kind in division.roles.items()
-        ):
+        if name not in shared:
             rule = f"It is said of a vocabulary that tensor parallel ranks share, and those of {name!r} share none"
             fix = "Leave it unset"
             raise ConfigError(f"modalities.{name}.tensor.make_vocab_size_divisible_by", multiple, rule, fix)

@@ -257,12 +257,8 @@ def _local(holder: nn.Module, code: Reads, heads: int, key_value_heads: int) -> 
     for name in code.attributes:
         value = getattr(holder, name, None)
         numbers = value if isinstance(value, (tuple, list)) else [value]
-        if (
-            any(map(_may_count, numbers))
-            and name not in local
-            and name not in _OTHER_NUMBERS
-            and not _REAL.search(name)
-        ):
+        is_known = name in local or name in _OTHER_NUMBERS or _REAL.search(name)
+        if not is_known and any(map(_may_count, numbers)):
             return None
     config = getattr(holder, "config", None)
     for name in code.config - _OTHER_CONFIG:

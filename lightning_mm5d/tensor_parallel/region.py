@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mm5d.data.random_state import drawn_seed, seed_torch, set_torch_states, torch_states
-from lightning_mm5d.sharded.collectives import TensorGroup, reduce, reduce_scatter
+from lightning_mm5d.sharded.collectives import TensorGroup, reduce, reduce_scatter, with_length
 from lightning_mm5d.sharded.remote_value import same_origin
 from lightning_mm5d.sharded.sequence import is_tokens, ring_gather, ring_sum_scattered
 from lightning_mm5d.sharded.tensor import Sharded, from_local
@@ -261,9 +261,7 @@ class _RingRow(torch.autograd.Function):
         if wants_input:
             weight = weight.to(gradient.dtype)  # autocast ran the forward in the gradient's dtype
             weight = weight.t() if ctx.is_conv else weight
-            shape = [*gradient.shape[:-1], ctx.columns]
-            shape[dim] = sum(lengths)
-            below = gradient.new_empty(shape)
+            below = gradient.new_empty(with_length([*gradient.shape[:-1], ctx.columns], dim, sum(lengths)))
 
         def multiply(rows: Tensor, start: int) -> None:
             if below is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal, Protocol
 
 import torch.distributed as dist
@@ -93,12 +94,9 @@ class Units:
         """Values of attributes on each rank."""
         values: dict[str, tuple[int, ...]] = {}
         plan = self._plan
-        counts = {}
-        if isinstance(plan.key_value_heads, str):
-            counts[plan.key_value_heads] = "key_value_heads"
-        if isinstance(plan.heads, str):
-            counts[plan.heads] = "heads"
-        for attribute, part in (counts | dict(plan.local)).items():
+        counted = {plan.key_value_heads: "key_value_heads", plan.heads: "heads"}
+        paths = {path: part for path, part in counted.items() if isinstance(path, str)}
+        for attribute, part in (paths | dict(plan.local)).items():
             value = _number(self._module, attribute)
             if part == "width":
                 values[attribute] = tuple(stop - start for start, stop in even_ranges(value, self._degree))
@@ -151,12 +149,7 @@ class Units:
 
 
 def _number(module: nn.Module, path: str | int) -> int:
-    value: Any = path
-    if isinstance(path, str):
-        value = module
-        for part in path.split("."):
-            value = getattr(value, part)
-    return int(value)
+    return int(attrgetter(path)(module) if isinstance(path, str) else path)
 
 
 Kind = Literal["column", "row", "experts", "attention", "embedding", "head", "dropout", "own_dropout"]

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from transformers import masking_utils as hf
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.context_parallel.hooks.context_mask import mask_function, pack
+from lightning_mm5d.context_parallel.hooks.context_mask import mask_function, multimodal_mask, pack
 from lightning_mm5d.context_parallel.masks.mask import EMPTY, FULL, PARTIAL, TILE, Mask
 
 
@@ -163,6 +163,11 @@ def test_text_and_small_images_mixed_in_all_blocks_are_counted_without_looking_a
     assert size < made.numel < mixed * TILE**2 // 2
     row = torch.arange(20 * TILE, 21 * TILE)
     assert int(mask.allowed(0, row, torch.arange(size)).sum()) == work[20]
+
+
+def test_masks_are_joined_as_dense_ones() -> None:
+    mask = multimodal_mask(torch.tensor([[0, 0, 1, 1]]))
+    assert torch.equal(torch.cat([mask, mask], 1), torch.cat([mask.dense()] * 2, 1))
 
 
 BAD: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {

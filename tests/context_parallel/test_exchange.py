@@ -32,9 +32,10 @@ from lightning_mm5d.context_parallel.exchange.attention import (
     first_tokens,
     local_attention,
 )
-from lightning_mm5d.context_parallel.exchange.ulysses import joined, within
+from lightning_mm5d.context_parallel.exchange.ulysses import within
 from lightning_mm5d.context_parallel.masks.mask import Mask
 from lightning_mm5d.sharded.collectives import TensorGroup, dry_run
+from lightning_mm5d.sharded.sequence import joined
 from ranks import run_ranks
 from sweeps import swept
 

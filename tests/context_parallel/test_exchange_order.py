@@ -123,7 +123,7 @@ def test_the_next_heads_are_gathered_while_these_are_computed() -> None:
 
 
 def whole_keys_held(rank: int, world: int, case: Case) -> int:
-    """The largest number of whole keys or values of a step that were held at a time."""
+    """The largest number of whole keys or values of a step that were held at a time, as they come or in order."""
     groups, held, most = groups_of(rank, world), [], 0
 
     class Counted(Gather):

@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from transformers.utils import output_capturing
 
 from lightning_mm5d.context_parallel.hooks import layer_attention
+from lightning_mm5d.sharded import torch_internals
 
 
 def test_the_collector_holds_what_a_model_records() -> None:
@@ -30,16 +31,16 @@ def test_the_hooks_are_those_that_pack_what_autograd_saves() -> None:
     def same(x: Tensor) -> Tensor:
         return x
 
-    assert layer_attention.saved_tensor_hooks() is None
+    assert torch_internals.saved_tensor_hooks() is None
     with saved_tensors_hooks(same, same):
-        assert layer_attention.saved_tensor_hooks() == (same, same)
+        assert torch_internals.saved_tensor_hooks() == (same, same)
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "read"),
     [
         (output_capturing, "_active_collector", layer_attention.collector),
-        (torch._C._autograd, "_top_saved_tensors_default_hooks", layer_attention.saved_tensor_hooks),
+        (torch._C._autograd, "_top_saved_tensors_default_hooks", torch_internals.saved_tensor_hooks),
     ],
     ids=["collector", "hooks"],
 )

@@ -165,7 +165,7 @@ def test_equal_masks_give_one_object_and_equal_splits_are_equal() -> None:
     others = [
         distribute("makespan_min", 4096, 4, lambda block: work(block) * 3, cache),
         balanced(work(BLOCK), 4096, 4),
-        TokenSplit.of([[list(one) for one in part] for part in split.key], 4096),
+        TokenSplit.of([[list(one) for one in part] for part in split.ranges], 4096),
     ]
     assert {split, *others} == {split}
     assert distribute("makespan_min", 4096, 8, work, cache) != split

@@ -34,7 +34,6 @@ from features.shared_experts.composed_training import Composition
 from features.toys import CLASSES, PAIR, PIPE, SHARED, Layout, Run, Toy, alone, assert_same, figures
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.checkpoint.rank_reports import RankReports
-from lightning_mm5d.context_parallel.exchange.ulysses import Places
 from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward
 from lightning_mm5d.context_parallel.masks.mask import Mask, Scoring
 from lightning_mm5d.data.joining import Sizes, merge
@@ -366,7 +365,7 @@ def waited(rank: int) -> dict[str, int]:
         patch.setattr("lightning_mm5d.context_parallel.masks.mask.MASK_BYTES", 0)
         for name, run in {
             "outputs of microbatches": lambda: merge(outputs, [1, 3]),
-            "places of tokens": lambda: Places.of(tokens, q.device, is_padded=True),
+            "order of tokens": lambda: tokens.order(q.device),
             "attention of float64": attends,
             "dealt samples": deals,
         }.items():

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mm5d.sharded.collectives import TensorGroup, copy, gather, reduce, reduce_scatter, scatter
+from lightning_mm5d.sharded.collectives import TensorGroup, reduce, reduce_scatter
 from lightning_mm5d.sharded.torch_internals import ends_graph
 from ranks import run_ranks
 
@@ -19,10 +19,10 @@ def _errors(rank: int) -> list[str]:
     dist.init_process_group("gloo")
     group = TensorGroup(dist.group.WORLD)  # type: ignore[arg-type]
     functions: list[Callable[[Tensor], Tensor]] = [
-        lambda x: copy(x, group),
+        lambda x: group.copied(x),
         lambda x: reduce(x, group),
-        lambda x: gather(x, -1, (4, 4), group),
-        lambda x: scatter(x, -1, (2, 2), group),
+        lambda x: group.gathered(x, -1, (4, 4)),
+        lambda x: group.scattered(x, -1, (2, 2)),
         lambda x: reduce_scatter(x, -1, (2, 2), group),
     ]
     found = []

@@ -42,11 +42,11 @@ import torch
 from torch import Tensor
 
 from lightning_mm5d.context_parallel.exchange.ring import Core, Local, LocalKeys, Ring, nothing, precise
-from lightning_mm5d.context_parallel.exchange.ulysses import Gather, Heads, SumScattered, joined, within
+from lightning_mm5d.context_parallel.exchange.ulysses import Gather, Heads, SumScattered, within
 from lightning_mm5d.context_parallel.masks.mask import Mask, Scoring
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.kept_results import as_one
-from lightning_mm5d.sharded.sequence import TokenSplit
+from lightning_mm5d.sharded.sequence import TokenSplit, joined
 from lightning_mm5d.sharded.torch_internals import ends_graph
 
 STEP_BYTES = 8 * 2**20
@@ -193,7 +193,7 @@ def context_attention(
     """
     q, k, v = _cast(q, k, v)
     _check(q, k, v, split, groups, mode, sinks)
-    return _Attention.apply(q, k, v, sinks, _way(q, k, mask, split, groups, mode, Scoring(scale, softcap)))
+    return _Attention.apply(q, k, v, sinks, *_way(q, k, mask, split, groups, mode, Scoring(scale, softcap)))
 
 
 def local_attention(
@@ -236,9 +236,8 @@ def local_attention(
             f" queries and {len(k_tokens)} keys."
         )
     _check_heads(q, k, v, sinks)
-    return _Attention.apply(
-        q, k, v, sinks, _Way(core=LocalKeys(Local(mask, Scoring(scale, softcap)), q_tokens, k_tokens))
-    )
+    core = LocalKeys(Local(mask, Scoring(scale, softcap)), q_tokens, k_tokens)
+    return _Attention.apply(q, k, v, sinks, core, None)
 
 
 def first_tokens(mask: Mask, size: int, device: torch.device) -> Tensor:
@@ -254,33 +253,26 @@ def _cast(*tensors: Tensor) -> Iterator[Tensor]:
     return (x.to(torch.get_autocast_dtype(kind)) if is_on else x for x in tensors)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Way:
-    """How one call is computed: by `core`, for all heads of this rank's tokens or, after an exchange, for `heads`."""
-
-    core: Core
-    heads: Heads | None = None
-
-
 def _way(
     q: Tensor, k: Tensor, mask: Mask, split: TokenSplit, groups: ContextGroups, mode: Mode, scoring: Scoring
-) -> _Way:
+) -> tuple[Core, Heads | None]:
+    """What computes a call, for all heads of this rank's tokens or, after an exchange, for the heads returned."""
     if groups.is_silent or not split.size:
-        return _Way(core=_Shapes())
+        return _Shapes(), None
     device = q.device
     local, tokens = Local(mask, scoring), first_tokens(mask, split.size, device)
     if groups.whole.size == 1:
-        return _Way(core=LocalKeys(local, tokens, tokens))
+        return LocalKeys(local, tokens, tokens), None
     if mode == "allgather":
-        return _Way(core=Gathered(local, split, groups.whole, tokens))
+        return Gathered(local, split, groups.whole, tokens), None
     if mode == "ring":
-        return _Way(core=Ring(local, split, groups.nested or (groups.whole,), device))
+        return Ring(local, split, groups.nested or (groups.whole,), device), None
     if mode == "ulysses":
-        return _Way(core=LocalKeys(local, tokens, tokens), heads=Heads(groups.whole, split, q.shape[1], k.shape[1]))
+        return LocalKeys(local, tokens, tokens), Heads(groups.whole, split, q.shape[1], k.shape[1])
     assert groups.nested is not None
     outer, inner = groups.nested
     heads = Heads(inner, within(split, inner.size, outer.index), q.shape[1], k.shape[1])
-    return _Way(core=Ring(local, joined(split, inner.size), (outer,), device), heads=heads)
+    return Ring(local, joined(split, inner.size), (outer,), device), heads
 
 
 def _check(
@@ -324,12 +316,14 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, way: _Way) -> Tensor:
-        heads, given, dtype = way.heads, (k, v), q.dtype
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, core: Core, heads: Heads | None
+    ) -> Tensor:
+        given, dtype = (k, v), q.dtype
         with _types_as_given(q.device.type):
             if heads is not None:
                 q, k, v = heads.enter([q], [k, v])
-            out, lse = as_one("mm5d.attention", (q, k, v), lambda: way.core.forward(q, k, v))
+            out, lse = as_one("mm5d.attention", (q, k, v), lambda: core.forward(q, k, v))
             if sinks is not None:
                 logits = sinks if heads is None else sinks[heads.query_heads]
                 logits = logits.to(lse.dtype).view(-1, 1)
@@ -338,7 +332,7 @@ class _Attention(torch.autograd.Function):
             out = out.to(dtype)
             if heads is not None and heads.repeats:
                 k, v = given
-            ctx.way = way
+            ctx.core, ctx.heads = core, heads
             ctx.save_for_backward(q, k, v, out, lse, sinks)
             return out if heads is None else heads.leave([out], [])[0]
 
@@ -346,12 +340,12 @@ class _Attention(torch.autograd.Function):
     @ends_graph
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        heads, dtype = ctx.way.heads, q.dtype
+        heads, dtype = ctx.heads, q.dtype
         with _types_as_given(q.device.type):
             if heads is not None:
                 d_out, *again = heads.enter([d_out], [k, v] if heads.repeats else [])
                 k, v = again or (k, v)
-            dq, dk, dv = ctx.way.core.backward(d_out, q, k, v, out, lse)
+            dq, dk, dv = ctx.core.backward(d_out, q, k, v, out, lse)
             d_sinks = None
             if sinks is not None and ctx.needs_input_grad[3]:
                 d_sinks, rank_heads = torch.zeros_like(sinks), slice(None) if heads is None else heads.query_heads
@@ -361,7 +355,7 @@ class _Attention(torch.autograd.Function):
                 if not heads.repeats:  # gradients that are yet to be summed stay precise
                     dk, dv = dk.to(dtype), dv.to(dtype)
                 dq, dk, dv = heads.leave([dq.to(dtype)], [dk, dv])
-            return dq.to(dtype), dk.to(dtype), dv.to(dtype), d_sinks, None
+            return dq.to(dtype), dk.to(dtype), dv.to(dtype), d_sinks, None, None
 
 
 def _types_as_given(kind: str) -> AbstractContextManager[Any]:

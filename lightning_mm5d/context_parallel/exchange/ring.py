@@ -85,9 +85,7 @@ class Local:
             q, k, v, q_at, k_at: as of `attend`.
         """
         tiles = self._tiles(q, k, q_at, k_at)
-        if tiles is None:
-            return None
-        return attend_backward(d_out, q, k, v, out, lse, tiles, self._scoring)
+        return None if tiles is None else attend_backward(d_out, q, k, v, out, lse, tiles, self._scoring)
 
     def _tiles(self, q: Tensor, k: Tensor, q_at: Tensor, k_at: Tensor) -> Tiles | None:
         if not q.numel() or not k.numel():

@@ -66,16 +66,15 @@ _NAMES = {"drop_path", "stochastic_depth"} | {
 
 def drawing(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules, beside torch's own dropouts, whose code names a function that draws random numbers."""
-    draws, drawers = dict[type, bool](), list[nn.Module]()
-    for part in layers:
-        cls = type(part)
-        if cls not in draws:
-            forward = None if cls.__module__.startswith("torch.") else method_of(cls, "forward")
-            named = None if forward is None else names(forward, variables=False)
-            draws[cls] = named is not None and not named.isdisjoint(_NAMES)
-        if draws[cls]:
-            drawers.append(part)
-    return drawers
+    parts = list(layers)
+    drawers = {cls for cls in {type(part) for part in parts} if _draws(cls)}
+    return [part for part in parts if type(part) in drawers]
+
+
+def _draws(cls: type) -> bool:
+    forward = None if cls.__module__.startswith("torch.") else method_of(cls, "forward")
+    named = None if forward is None else names(forward, variables=False)
+    return named is not None and not named.isdisjoint(_NAMES)
 
 
 class Draws(TorchFunctionMode):
@@ -237,7 +236,7 @@ class ContextParallel(Removable):
     def _patch_whole(self, module: nn.Module) -> None:
         forward = self._modules.forward_of(module)
         if forward is not None:
-            self.put_attribute(module, "forward", forward)
+            self.put_forward(module, forward)
 
     @contextmanager
     def _left_alone(self, interface: Interface) -> Iterator[None]:
@@ -278,7 +277,7 @@ class ContextParallel(Removable):
             return self._run_whole(layer, inner, given)
         tokens = local_state(state, assigned, is_assigned=self._assignment.holds(state))
         local = replaced(given, names, partial(local_argument, assigned, self._recent), where, tokens)
-        way = self._ways.of(layer, LayerInput(inner, local, names, assigned.dim), assigned)
+        way = self._ways.of(layer, LayerInput(inner, local, names, where, assigned.dim), assigned)
         if way is None:
             return self._run_whole(layer, inner, given)
         call, whole = assigned.call, WholeCall(way.modules, assigned.sequence.coarser, way.dims)
@@ -305,6 +304,5 @@ class ContextParallel(Removable):
             return x.full() if self._assignment.holds(x) else x
 
         args, kwargs = tuple(map(full, given.args)), {name: full(value) for name, value in given.kwargs.items()}
-        unsharded = self._modules.inside() if self._ways.mixes(layer) else nullcontext()
-        with unsharded:
+        with self._modules.inside() if self._ways.mixes(layer) else nullcontext():
             return inner(*args, **kwargs)

@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import causal_mask_function, packed_sequence_mask_function
 
 from lightning_mm5d.config.errors import ConfigError
@@ -171,11 +172,8 @@ class ContextMask(Tensor):
             return super().__torch_function__(func, types, args, kwargs)
         if func is Tensor.to and not kwargs and args[1:] in ((args[0].device,), (args[0].dtype,)):
             return args[0]
-
-        def dense(value: Any) -> Any:
-            return value.dense() if isinstance(value, ContextMask) else value
-
-        return func(*map(dense, args), **{name: dense(value) for name, value in kwargs.items()})
+        args, kwargs = tree_map_only(ContextMask, ContextMask.dense, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def multimodal_mask(
@@ -309,22 +307,16 @@ class StepMasks:
                     self._layers[index] = self._layers.get(index, 0) + 1
             given.mask.caches = self._caches  # a user's own mask was made without a session
             return given.mask
-        shape: dict[str, Any] = {
-            "batch": batch,
-            "q_length": q_length,
-            "k_length": k_length,
-            "device": device,
-            "caches": self._caches,
-        }
+        shape: dict[str, Any] = {"batch": batch, "q_length": q_length, "k_length": k_length, "device": device}
         source = bounds if given is None else given
 
         def make() -> Mask:
             if given is not None:
                 return self._dense(given, shape)
             if bounds is not None:
-                return Mask(packed_sequence_mask_function(self._segments(bounds)), **shape)
+                return Mask(packed_sequence_mask_function(self._segments(bounds)), **shape, caches=self._caches)
             function: Any = causal_mask_function if is_causal else None
-            return Mask(function, **shape)
+            return Mask(function, **shape, caches=self._caches)
 
         return self._recent.get((is_causal, *shape.values()), make, (source,))
 
@@ -358,4 +350,4 @@ class StepMasks:
         lengths = {name: given.shape[dim] for name, dim in (("q_length", 2), ("k_length", 3)) if given.shape[dim] > 1}
         rows, _, queries, keys = (int(size > 1) for size in given.shape)  # a dim of size 1 has one entry for all
         function: MaskFunction = lambda b, h, q, k: allowed[b * rows, 0, q * queries, k * keys]  # noqa: E731
-        return Mask(function, **{**shape, **lengths})
+        return Mask(function, **{**shape, **lengths}, caches=self._caches)

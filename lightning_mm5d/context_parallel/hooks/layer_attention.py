@@ -25,13 +25,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import (
     add_offsets_to_mask_function,
@@ -50,6 +49,7 @@ from lightning_mm5d.sharded.kept_results import unseen
 from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.sharded.sequence import TokenSplit
 from lightning_mm5d.sharded.tensor import Sharded
+from lightning_mm5d.sharded.torch_internals import in_checkpoint, saved_tensor_hooks
 
 _SETTING = "_attn_implementation"
 
@@ -68,12 +68,6 @@ def name_attention(config: Any, name: str | None) -> None:
     """Choose an attention, for a config and all that it sets together with itself."""
     private(config, _SETTING)
     setattr(config, _SETTING, name)
-
-
-def saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """Return the pair of functions that packs and unpacks what autograd saves now; None where nothing does."""
-    hooks = private(torch._C._autograd, "_top_saved_tensors_default_hooks")(True)
-    return cast("tuple[Any, Any] | None", hooks)
 
 
 class TorchAttention(TorchFunctionMode):
@@ -113,10 +107,7 @@ class TorchAttention(TorchFunctionMode):
         """Whether a checkpoint began after the layer did: reentrant ones record no graph, others hook what is saved."""
         if not self._records:
             return False
-        if not torch.is_grad_enabled():
-            return True
-        hooks = saved_tensor_hooks()
-        return hooks is not None and hooks != self._hooks and _module_of(hooks[0]) == _module_of(checkpoint)
+        return not torch.is_grad_enabled() or (in_checkpoint() and saved_tensor_hooks() != self._hooks)
 
     @torch.compiler.disable
     def _product(
@@ -139,10 +130,6 @@ class TorchAttention(TorchFunctionMode):
             mask = mask.unsqueeze(1) if mask.dim() == 3 else mask
         out, _ = self._attend(None, q, k, v, mask, scaling=scale, dropout=dropout_p, is_causal=is_causal)
         return out.transpose(1, 2).reshape(*lead, *out.shape[2:3], *out.shape[1:2], out.shape[3])
-
-
-def _module_of(function: Callable[..., Any]) -> str | None:
-    return getattr(function, "__module__", None)
 
 
 @dataclass(eq=False)
@@ -171,13 +158,7 @@ class Call:
         return self.crosses[place] if place < len(self.crosses) else queries != keys
 
 
-class _Turn(NamedTuple):
-    """One attention within a call: how queries are split, and whether its keys are of another sequence."""
-
-    split: TokenSplit | None
-    crosses: bool
-
-
+_Turn = tuple[TokenSplit | None, bool]  # how queries are split, and whether keys are of another sequence
 _Place = tuple[int, int, int]  # id of the module, queries, keys
 
 
@@ -225,11 +206,6 @@ class Attention:
     def knows(self, module: nn.Module) -> bool:
         """Whether a module is in the sharded layers."""
         return id(module) in self._members
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether a dry run forbids communication."""
-        return self._groups.is_silent
 
     def claims(self, module: nn.Module) -> bool:
         """Whether an unknown module attends inside of a sharded layer, as the copy of a layer does."""
@@ -340,7 +316,7 @@ class Attention:
         """
         place, run = (id(module), queries, keys), self._active()
         if self._call is not None:
-            turn = _Turn(self._call.split, self._call.enters(queries, keys))
+            turn = self._call.split, self._call.enters(queries, keys)
             if run is not None:
                 self._noted.setdefault(run, {}).setdefault(place, set()).add(turn)
             return turn
@@ -352,7 +328,7 @@ class Attention:
             )
             fix = "Use 'zigzag', or no activation checkpointing"
             raise ConfigError(f"modalities.{self._name}.context.cp_distribution", "makespan_min", rule, fix)
-        return next(iter(turns), _Turn(None, False))
+        return next(iter(turns), (None, False))
 
     def _noted_now(self) -> dict[_Place, set[_Turn]]:
         """The attentions of the run that is under way."""
@@ -411,7 +387,6 @@ class Interface:
     def __init__(self) -> None:
         self.caches = Caches()
         self._attention: list[tuple[Attention, set[int]]] = []
-        self._adds: set[int] = set()  # configs whose own attention adds its masks
         self._named: dict[int, tuple[Any, str | None]] = {}  # configs by their id, and the attention of their own
         reference = weakref.ref(self)
         for name in (_NAME, _PACKED):
@@ -429,10 +404,7 @@ class Interface:
         config_list = list(configs)
         self._attention.append((attention, {id(config) for config in config_list}))
         for config in config_list:
-            original = attention_name(config)
-            if original == "eager":
-                self._adds.add(id(config))
-            self._named.setdefault(id(config), (config, original))
+            self._named.setdefault(id(config), (config, attention_name(config)))
             _name(config, _PACKED if packed else _NAME)
 
     def remove(self) -> None:
@@ -441,7 +413,6 @@ class Interface:
             _name(config, name)
         self._named.clear()
         self._attention.clear()
-        self._adds.clear()
         self.caches.clear()
 
     def take(self) -> Any:
@@ -458,17 +429,14 @@ class Interface:
     def left_alone(self, attention: Attention) -> Iterator[None]:
         """Let the modules of `attention` attend as without context parallelism meanwhile."""
         configs = next(ids for candidate, ids in self._attention if candidate is attention)
-        changed = [
-            (config, plain, attention_name(config)) for key, (config, plain) in self._named.items() if key in configs
-        ]
-        for config, plain, _ in changed:
-            _name(config, plain)
+        before = self.take()
+        for key in configs:
+            _name(*self._named[key])
         try:
             with attention.off():
                 yield
         finally:
-            for config, _, name in changed:
-                _name(config, name)
+            self.put(before)
 
     def attend(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Attend as the modality of `module` does; the arguments are those of `Attention.attend`."""
@@ -507,7 +475,7 @@ class Interface:
         for attention, configs in self._attention:
             if id(config) in configs:
                 attention.masks.note(mask)
-        context_mask = ContextMask.of(mask, dtype if id(config) in self._adds else torch.bool)
+        context_mask = ContextMask.of(mask, dtype if original == "eager" else torch.bool)  # which adds its masks
         if skips:
             context_mask.is_left_out = cache(partial(_has_no_padding, padding))  # for a device the host waits once
         return context_mask

@@ -195,7 +195,8 @@ class Assignment:
         if self.holds(state):
             return _assigned(state.group, state.sharded_dim)  # type: ignore[attr-defined]
         if self._by_items and state.dim() > 2 and state.shape[0] >= self._degree:
-            items = distribute("uniform", state.shape[0], self._degree, _no_work, self._splits)
+            work = partial(self._work, state.shape[0])
+            items = distribute("uniform", state.shape[0], self._degree, work, self._splits)
             return _assigned(self._sequence(items, self._holders), -state.dim())
         split = self._split(state, kwargs.get("cu_seqlens")) if state.dim() > 1 else None
         if split is None:
@@ -249,10 +250,6 @@ def _work_of_segments(lengths: list[int], block: int) -> Tensor:
     per_token = torch.repeat_interleave(torch.tensor(lengths), torch.tensor(lengths))
     padded = torch.nn.functional.pad(per_token, (0, -len(per_token) % block))
     return padded.view(-1, block).sum(1)
-
-
-def _no_work(block: int) -> Tensor:
-    raise AssertionError("a uniform split does not ask for it")
 
 
 _OF_LAYERS = "hidden_states"  # recorded after a layer has returned, sharded by then

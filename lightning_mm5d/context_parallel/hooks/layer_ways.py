@@ -45,7 +45,7 @@ from lightning_mm5d.context_parallel.hooks.whole_modules import (
     WholeModules,
 )
 from lightning_mm5d.data.random_state import kept_random_state
-from lightning_mm5d.partition.parts import at, hidden_place
+from lightning_mm5d.partition.parts import Place, at
 from lightning_mm5d.sharded.collectives import in_one_piece
 from lightning_mm5d.sharded.kept_results import unseen
 from lightning_mm5d.sharded.tensor import Sharded
@@ -66,12 +66,14 @@ class LayerInput(NamedTuple):
         forward: of the layer.
         local: the arguments, of this rank's tokens.
         names: of its positional arguments.
+        hidden: place of the hidden state.
         dim: the sharded dim of the hidden state, from the last: -2 for tokens, less for items.
     """
 
     forward: Callable[..., Any]
     local: Arguments
     names: tuple[str, ...]
+    hidden: Place
     dim: int
 
     @property
@@ -79,18 +81,6 @@ class LayerInput(NamedTuple):
         """The names of all arguments that are given."""
         args, kwargs = self.local
         return (*self.names[: len(args)], *(name for name, value in kwargs.items() if value is not None))
-
-
-class _Result(NamedTuple):
-    """What a layer computed of some tokens.
-
-    Attributes:
-        hidden: the hidden state ``[..., S, W]``.
-        is_own: for each attention in turn, whether it had as many keys as queries.
-    """
-
-    hidden: Tensor
-    is_own: list[bool]
 
 
 def probe(
@@ -111,38 +101,36 @@ def probe(
         MixingError: tokens mix, or what is given with them does not follow them.
     """
 
-    def run(tokens: Tensor) -> _Result:
+    def run(tokens: Tensor) -> tuple[Tensor, list[bool]]:
         return _run(given, attention, tokens, size, whole)
 
     try:
-        with _put_back(layer), torch.no_grad(), kept_random_state(_device_of(given)):
+        with _put_back(layer), torch.no_grad(), kept_random_state(at(given.hidden, *given.local).device):
             for count in range(min(size, _TOKENS), 1, -1) if size > 1 else (1,):
                 few = torch.arange(count)
                 if whole is not None:
                     whole.learn(lambda tokens, few=few: run(few[:tokens]), count)  # type: ignore[misc]
                 places = [*range(count)] if count <= 3 else [1, count // 2, count - 2]
-                together = run(few)
+                together, is_own = run(few)
                 singles = [run(few[place : place + 1]) for place in places]
-                if all(single.is_own == together.is_own for single in singles):
+                if all(is_own_alone == is_own for _, is_own_alone in singles):
                     break  # else another sequence happens to be of this length
     except Exception as error:
         cause = f"{error.got}: {error.rule}" if isinstance(error, ConfigError) else error
         raise MixingError(f"fails on some of its tokens ({cause})") from error
-    _compare(layer, together.hidden, [single.hidden for single in singles], places, count, given.dim)
-    return tuple(not is_own for is_own in together.is_own)
+    _compare(layer, together, [single for single, _ in singles], places, count, given.dim)
+    return tuple(not own_keys for own_keys in is_own)
 
 
-def _device_of(given: LayerInput) -> torch.device:
-    where = hidden_place(*given.local)
-    assert where is not None
-    return at(where, *given.local).device
+def _run(
+    given: LayerInput, attention: Attention, tokens: Tensor, size: int, whole: Surveying | None
+) -> tuple[Tensor, list[bool]]:
+    """Run the layer on some of its `size` tokens or items.
 
-
-def _run(given: LayerInput, attention: Attention, tokens: Tensor, size: int, whole: Surveying | None = None) -> _Result:
-    """Run the layer on some of its `size` tokens or items."""
-    where = hidden_place(*given.local)
-    assert where is not None
-    state = at(where, *given.local)
+    Returns:
+        The hidden state ``[..., S, W]``, and for each attention in turn whether it had as many keys as queries.
+    """
+    state = at(given.hidden, *given.local)
     state = state.full() if isinstance(state, Sharded) else state
     tokens = tokens.to(state.device)
 
@@ -156,7 +144,7 @@ def _run(given: LayerInput, attention: Attention, tokens: Tensor, size: int, who
         along = token_dim(argument, value, size) if given.dim == -2 else item_dim(argument, value, size, -given.dim)
         return value if along is None else value.index_select(along, tokens)
 
-    args, kwargs = replaced(given.local, given.names, only, where, state.index_select(given.dim, tokens))
+    args, kwargs = replaced(given.local, given.names, only, given.hidden, state.index_select(given.dim, tokens))
     surveyed = nullcontext() if whole is None else whole.during()
     with surveyed, attention.during(Call(None, is_probe=given.dim == -2)) as call:
         result = given.forward(*args, **kwargs)
@@ -164,7 +152,7 @@ def _run(given: LayerInput, attention: Attention, tokens: Tensor, size: int, who
         raise ValueError(f"its attention has {call.seen[0][0]} queries for {len(tokens)} tokens")
     hidden: Tensor = result[0] if isinstance(result, (tuple, list)) else result
     is_own = [queries == keys for queries, keys in call.seen]
-    return _Result(hidden.full() if isinstance(hidden, Sharded) else hidden, is_own)
+    return hidden.full() if isinstance(hidden, Sharded) else hidden, is_own
 
 
 def _entry_of(entry: Any, tokens: Tensor, size: int) -> Any:
@@ -289,7 +277,7 @@ class LayerWays:
             return self._known[key]
         if given.dim != -2 and layer.training and any(isinstance(module, BATCH_NORMS) for module in layer.modules()):
             return None  # items of all ranks are normalised together
-        if self._attention.is_silent:
+        if self._ranks.context.is_silent:  # a dry run
             return None if self.mixes(layer) else Way()
         if given.dim == -2 and min(assigned.sequence.coarse.lengths) < 2:  # too short to tell this time
             return None
@@ -319,7 +307,7 @@ class LayerWays:
             with self._modules.inside():
                 probe(layer, given, self._attention, size)
             return Way(is_left_alone=True)
-        whole = self._modules.surveying(modules, assigned.sequence.coarser)
+        whole = Surveying(self._modules, modules, assigned.sequence.coarser)
         crosses = probe(layer, given, self._attention, size, whole)
         return Way(crosses, modules, whole.dims)
 

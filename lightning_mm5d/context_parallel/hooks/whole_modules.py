@@ -28,17 +28,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.partition.parts import is_in
+from lightning_mm5d.sharded.collectives import with_length
 from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.sharded.sequence import ShardedSequence
 from lightning_mm5d.sharded.tensor import Sharded
@@ -115,7 +116,7 @@ class Reader:
             whole = _outermost(dict.fromkeys(products, "multiplies queries and keys by itself"))
         if not attends and not whole:
             whole = {"": "has no attention that is known"}
-        attends = [path for path in attends if not any(_is_in(path, outer) for outer in whole)]
+        attends = [path for path in attends if not any(is_in(path, outer) for outer in whole)]
         likely = [path for path, part in layer.named_modules() if path in attends or self._multiplies(part)]
         return Mixers(whole, attends, likely)
 
@@ -148,12 +149,7 @@ class Reader:
 
 
 def _outermost(whole: dict[str, str]) -> dict[str, str]:
-    return {path: why for path, why in whole.items() if not any(base != path and _is_in(path, base) for base in whole)}
-
-
-def _is_in(path: str, other: str) -> bool:
-    """Whether the module at `path` is the one at `other` or inside of it."""
-    return path == other or not other or path.startswith(f"{other}.")
+    return {path: why for path, why in whole.items() if not any(base != path and is_in(path, base) for base in whole)}
 
 
 def _check_dropout(name: str, modality: Modality, path: str, layer: nn.Module, mixers: Mixers) -> None:
@@ -276,11 +272,7 @@ class WholeModules:
         """Run modules as `call` says meanwhile."""
         return meanwhile(self, _call=call)
 
-    def surveying(self, modules: frozenset[int], sequence: ShardedSequence) -> Surveying:
-        """Return what lets a probe see the modules with these ids."""
-        return Surveying(self, modules, sequence)
-
-    def forward_of(self, module: nn.Module) -> MethodType | None:
+    def forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
         """Return the forward that runs `module` on whole sequences where a call asks for it; None once it has it."""
         if id(module) in self._patched:
             return None
@@ -294,7 +286,7 @@ class WholeModules:
                 return inner(*args, **kwargs)
             return self._run(module, inner, call, (args, kwargs))
 
-        return MethodType(forward, module)
+        return forward
 
     def _earlier(self, module: nn.Module) -> WholeCall | None:
         """The call of a module that a backward computes again, without its layer."""
@@ -331,8 +323,8 @@ class WholeModules:
         rows = nullcontext() if id(module) in self._without_rows else OwnRows(sequence)
         with self.inside(), rows:
             result = inner(*args, **kwargs)
-        place = _place(dims)
-        return self._local_result(result, call, whole[place], dims[place])  # type: ignore[arg-type]
+        place, dim = _place(dims)
+        return self._local_result(result, call, whole[place], dim)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -353,8 +345,7 @@ class WholeModules:
             local = sequence.local_of(x, dim, sequence.lengths)
             return local.clone() if is_view(local) else local
 
-        leaves, form = tree_flatten(result)
-        return tree_unflatten([local_leaf(x) for x in leaves], form)
+        return tree_map(local_leaf, result)
 
     # --- in a probe ---
 
@@ -364,8 +355,7 @@ class WholeModules:
         if key not in call.survey:
             raise _UnknownError(inner, key, leaves, form)
         dims, result, like = call.survey[key]
-        place = _place(dims)
-        dim: int = dims[place]  # type: ignore[assignment]
+        place, dim = _place(dims)
         few = leaves[place]
         axes = [axis for axis in range(few.dim()) if axis not in (0, dim)]
         token_values = (few.double().mean(axes, keepdim=True) if axes else few.double()).tanh()
@@ -373,12 +363,9 @@ class WholeModules:
         def small(x: Any) -> Any:
             if not isinstance(x, Tensor) or not _counts_tokens(x, like, dim):
                 return x
-            shape = [*x.shape]
-            shape[dim] = few.shape[dim]
-            return token_values.to(x.dtype).expand(shape).contiguous()
+            return token_values.to(x.dtype).expand(with_length(x.shape, dim, few.shape[dim])).contiguous()
 
-        results, shape_of = tree_flatten(result)
-        return tree_unflatten([small(x) for x in results], shape_of)
+        return tree_map(small, result)
 
     def learn(self, sequence: ShardedSequence, few: _UnknownError, single: _UnknownError) -> Known:
         """Run a module on a sequence that repeats some tokens.
@@ -395,8 +382,7 @@ class WholeModules:
         dims = tuple(_dim_of(leaf, single_leaf) for leaf, single_leaf in zip(leaves, single.leaves, strict=True))
         if all(dim is None for dim in dims):
             raise ValueError("a module that mixes tokens is given something that does not count them")
-        place = _place(dims)
-        dim: int = dims[place]  # type: ignore[assignment]
+        place, dim = _place(dims)
         numbers = torch.arange(sequence.split.size) % leaves[place].shape[dim]
         longer = [x if dim is None else _longer(x, dim, numbers) for x, dim in zip(leaves, dims, strict=True)]
         args, kwargs = tree_unflatten(longer, few.form)
@@ -481,10 +467,8 @@ def _longer(x: Tensor, dim: int, numbers: Tensor) -> Tensor:
     tokens = x.index_select(dim, numbers.to(x.device))
     if not tokens.is_floating_point():
         return tokens
-    shape = [1] * x.dim()
-    shape[dim] = -1
     factor = 1 + 0.3 * torch.arange(len(numbers), device=x.device, dtype=torch.float32).sin()
-    return tokens * factor.to(x.dtype).view(shape)
+    return tokens * factor.to(x.dtype).view(with_length([1] * x.dim(), dim, -1))
 
 
 def _is_close(a: Any, b: Any, sequence: ShardedSequence, like: Tensor, dim: int) -> bool:
@@ -496,9 +480,9 @@ def _is_close(a: Any, b: Any, sequence: ShardedSequence, like: Tensor, dim: int)
     return bool((a - b).abs().max() <= allowed * a.abs().max())
 
 
-def _place(dims: Dims) -> int:
-    """The first argument that counts tokens."""
-    return next(index for index, dim in enumerate(dims) if dim is not None)
+def _place(dims: Dims) -> tuple[int, int]:
+    """The first argument that counts tokens, and its dim of them."""
+    return next((index, dim) for index, dim in enumerate(dims) if dim is not None)
 
 
 def _counts_tokens(x: Tensor, like: Tensor, dim: int) -> bool:

@@ -70,13 +70,10 @@ class Blocks:
         self.is_full = not self.is_empty and bool((tiles.kinds == FULL).all())
         self.q_length, self.k_length = padded_length(tiles.q_length), padded_length(tiles.k_length)
         self._device = device
-        self._mask: BlockMask | None = None
 
     def mask(self, tiles: Tiles) -> BlockMask:
         """Return the blocks of `tiles`, which this was made from, for padded queries and keys."""
-        if self._mask is None:
-            self._mask = self._block_mask(tiles)
-        return self._mask
+        return tiles.cached(("block mask", self._device), lambda: self._block_mask(tiles))
 
     def _block_mask(self, tiles: Tiles) -> BlockMask:
         shape = (tiles.rows, self.q_length // TILE, self.k_length // TILE)

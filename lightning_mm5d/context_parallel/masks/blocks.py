@@ -39,12 +39,12 @@ Write = Callable[[Any], None]  # of bytes or a buffer
 FEW = 63  # distinct values of a side for which a table of all combinations is kept; as many bits as an int64 has
 
 
-class Value(ABC):
+class Value:
     """A value for each pair of a query and a key."""
 
-    @abstractmethod
     def parts(self) -> Iterator[Any]:
         """Yield everything that determines the value: names, numbers, tensors and other values."""
+        yield from vars(self).values()
 
     def write(self, write: Write) -> None:
         """Hand the bytes of the content to `write`: equal bytes mean equal values."""
@@ -75,10 +75,6 @@ class Leaf(Value):
     def __init__(self, side: str, values: Tensor) -> None:
         self.side, self.values = side, values
 
-    def parts(self) -> Iterator[Any]:
-        yield self.side
-        yield self.values
-
     def rows(self) -> int:
         return len(self.values)
 
@@ -88,9 +84,6 @@ class Constant(Value):
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-
-    def parts(self) -> Iterator[Any]:
-        yield self.tensor
 
 
 class Sum(Value):
@@ -104,18 +97,12 @@ class Sum(Value):
     def __init__(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> None:
         self.q, self.k, self.dtype = Leaf("q", q), Leaf("k", k), dtype
 
-    def parts(self) -> Iterator[Any]:
-        yield from (self.q, self.k, self.dtype)
-
 
 class Distance(Value):
     """The absolute value of a sum."""
 
     def __init__(self, sum: Sum) -> None:
         self.sum = sum
-
-    def parts(self) -> Iterator[Any]:
-        yield self.sum
 
 
 class Call(Value):
@@ -149,27 +136,16 @@ class Truth(Condition):
     def __init__(self, call: Call) -> None:
         self.call = call
 
-    def parts(self) -> Iterator[Any]:
-        yield self.call
-
 
 class Guard(Condition):
     """A condition on one side alone.
 
     Args:
-        side: ``"q"`` or ``"k"``.
-        values: bool [R, Sq] or [R, Sk].
+        leaf: bools of that side.
     """
 
-    def __init__(self, side: str, values: Tensor) -> None:
-        self.leaf = Leaf(side, values)
-
-    @property
-    def side(self) -> str:
-        return self.leaf.side
-
-    def parts(self) -> Iterator[Any]:
-        yield self.leaf
+    def __init__(self, leaf: Leaf) -> None:
+        self.leaf = leaf
 
 
 class Compare(Condition):
@@ -184,9 +160,6 @@ class Compare(Condition):
         q, k = _ranks(q, k)
         self.how, self.q, self.k = how, Leaf("q", q), Leaf("k", k)
 
-    def parts(self) -> Iterator[Any]:
-        yield from (self.how, self.q, self.k)
-
 
 class Table(Condition):
     """A condition that only depends on which of a few kinds query and key are of.
@@ -198,9 +171,6 @@ class Table(Condition):
 
     def __init__(self, q: Tensor, k: Tensor, table: Tensor) -> None:
         self.q, self.k, self.table = Leaf("q", q), Leaf("k", k), table
-
-    def parts(self) -> Iterator[Any]:
-        yield from (self.q, self.k, self.table)
 
 
 class Every(Condition):
@@ -218,9 +188,6 @@ class Opposite(Condition):
 
     def __init__(self, condition: Condition) -> None:
         self.condition = condition
-
-    def parts(self) -> Iterator[Any]:
-        yield self.condition
 
 
 class Function(Condition):
@@ -246,7 +213,7 @@ def negate(condition: Condition) -> Condition:
     if isinstance(condition, Opposite):
         return condition.condition
     if isinstance(condition, Guard):
-        return Guard(condition.side, ~condition.leaf.values)
+        return Guard(Leaf(condition.leaf.side, ~condition.leaf.values))
     return Opposite(condition)
 
 
@@ -431,7 +398,8 @@ def _judge(condition: Condition, where: Where) -> Judge:
     if isinstance(condition, Compare):
         return _equality(condition, where) if condition.how == "eq" else _Order(condition, where)
     if isinstance(condition, Table):
-        return _table(condition, where)
+        q, k = where.q.take(condition.q.values, where.row), where.k.take(condition.k.values, where.row)
+        return _Counts(q, k, condition.table, condition.table.shape[1], where)
     if isinstance(condition, Opposite):
         return _Opposite(condition, where)
     if isinstance(condition, (Truth, Function)):
@@ -444,9 +412,9 @@ class _Every(Judge):
         rest = []
         for part in condition.conditions:
             if isinstance(part, Guard):
-                side = where.q if part.side == "q" else where.k
+                side = where.q if part.leaf.side == "q" else where.k
                 side = side.only(side.take(part.leaf.values, where.row))
-                where = replace(where, q=side) if part.side == "q" else replace(where, k=side)
+                where = replace(where, q=side) if part.leaf.side == "q" else replace(where, k=side)
             else:
                 rest.append(part)
         super().__init__(where)
@@ -604,11 +572,6 @@ class _Unknown(Judge):
             return values[where.q.index[i]][:, :, None] if leaf.side == "q" else values[where.k.index[j]][:, None, :]
 
         return evaluate(self._condition.call, take).to(torch.bool).expand(size)
-
-
-def _table(condition: Table, where: Where) -> Judge:
-    q, k = where.q.take(condition.q.values, where.row), where.k.take(condition.k.values, where.row)
-    return _Counts(q, k, condition.table, condition.table.shape[1], where)
 
 
 def _equality(condition: Compare, where: Where) -> Judge:

@@ -117,9 +117,8 @@ class Caches:
 
     def clear(self) -> None:
         """Drop all results."""
-        for cache in (self.masks, self.biases, self.tokens, self.functions):
+        for cache in (self.masks, self.biases, self.tokens, self.functions, self.host):
             cache.clear()
-        self.host.clear()
 
 
 TILE = 128

@@ -14,7 +14,8 @@ A rule returns None where it does not apply; the function then becomes a `Call`,
 Comparisons take the form "query's value against key's value". Example: ``q - k < w`` becomes ``q - w < k``, and
 ``|q - k| <= w`` two such comparisons. Rules compute with integers that cannot overflow; floats are only compared.
 
-Arguments of rules: values of pairs (blocks.py), leaves, tensors of one element, Python numbers.
+Arguments of rules: the dtype of the result in torch, and values of pairs (blocks.py), leaves, tensors of one element,
+Python numbers.
 """
 
 from __future__ import annotations
@@ -48,18 +49,6 @@ from lightning_mm5d.sharded.host_copies import HostCopies
 LARGE = 1 << 60  # integers up to here can be added without a check
 
 
-def combine(name: str, dtype: torch.dtype, values: tuple[Any, ...]) -> Value | None:
-    """Return the node that the rule of this name makes of `values`, or None without a rule that applies.
-
-    Args:
-        name: of a rule: a key of `RULES`.
-        dtype: of the result in torch.
-        values: arguments of the function, in its order.
-    """
-    rule = RULES.get(name)
-    return None if rule is None else rule(dtype, *values)
-
-
 def dtype_of(value: Any) -> torch.dtype | None:
     """Return the type of a value's elements."""
     if isinstance(value, Condition):
@@ -73,16 +62,13 @@ def dtype_of(value: Any) -> torch.dtype | None:
 
 def condition_of(value: Any) -> Condition:
     """Return a value as a condition: numbers are true where they are not zero."""
-    if dtype_of(value) != torch.bool:
-        if isinstance(value, Leaf):
-            return Guard(value.side, value.values != 0)
-        if isinstance(value, Value):
-            equal = _compare("eq", value, 0)
-            return truth(Call(torch.ne, (value, 0), {}, torch.bool)) if equal is None else negate(equal)
+    if isinstance(value, Leaf):
+        return Guard(Leaf(value.side, value.values != 0))
     if isinstance(value, Condition):
         return value
-    if isinstance(value, Leaf):
-        return Guard(value.side, value.values)
+    if isinstance(value, Value) and dtype_of(value) != torch.bool:
+        equal = _compare("eq", value, 0)
+        return truth(Call(torch.ne, (value, 0), {}, torch.bool)) if equal is None else negate(equal)
     return Every() if bool(value) else negate(Every())
 
 
@@ -151,6 +137,7 @@ RULES: dict[str, Callable[..., Value | None]] = {
     "cast": _cast,
     "add": _add,
     "sub": lambda dtype, x, y: _add(dtype, x, y, -1),
+    "rsub": lambda dtype, x, y: _add(dtype, y, x, -1),
     "neg": _neg,
     "abs": _abs,
     "eq": _eq,
@@ -344,11 +331,8 @@ class _Tracer:
         if any(isinstance(leaf, (_Side, Value)) for leaf in tree_leaves(keywords)):
             raise Untraceable(f"{func} with a tensor as keyword")
         dtype = self._sample(name, func, values, keywords)
-        result = None
-        if not keywords or name == "cast":
-            turned = name in ("rsub", "radd", "rmul", "rand", "ror", "rxor")
-            ordered = tree_map(self._leaf, values[::-1] if turned else values)
-            result = combine(name[1:] if turned else name, dtype, ordered)
+        rule = RULES.get(name) if not keywords or name == "cast" else None
+        result = None if rule is None else rule(dtype, *tree_map(self._leaf, values))
         if result is None:
             call = Call(func, self._as_parts(values, name == "index"), keywords, dtype)
             result = truth(call) if dtype == torch.bool else call
@@ -387,14 +371,12 @@ class _Tracer:
     def _sample(self, name: str, func: Any, values: Any, keywords: dict[str, Any]) -> torch.dtype:
         """The dtype of a result, from one element."""
 
-        def sample(value: Any) -> Any:
-            if isinstance(value, (_Side, Value)):
-                return torch.ones((1, 1, 1, 1), dtype=self._dtype(value), device=self._device)
-            return value
+        def sample(value: _Side | Value) -> Tensor:
+            return torch.ones((1, 1, 1, 1), dtype=self._dtype(value), device=self._device)
 
         if name == "index":
             return cast(torch.dtype, values[0].dtype)
-        return cast(torch.dtype, func(*tree_map(sample, values), **keywords).dtype)
+        return cast(torch.dtype, func(*tree_map_only((_Side, Value), sample, values), **keywords).dtype)
 
     def _read(self, marked: Any) -> Any:
         """Return arguments with the values of marked tensors in their places."""
@@ -460,20 +442,15 @@ def _sides(value: Any) -> str:
 
 # names of functions of torch and of methods of tensors, by their rule; "other": elementwise, without a rule
 _FUNCTIONS = {
-    "and": "bitwise_and logical_and __and__",
-    "or": "bitwise_or logical_or __or__",
-    "xor": "bitwise_xor logical_xor __xor__",
+    "and": "bitwise_and logical_and __and__ __rand__",
+    "or": "bitwise_or logical_or __or__ __ror__",
+    "xor": "bitwise_xor logical_xor __xor__ __rxor__",
     "not": "bitwise_not logical_not __invert__",
-    "rand": "__rand__",
-    "ror": "__ror__",
-    "rxor": "__rxor__",
     "where": "where",
-    "add": "add __add__",
-    "radd": "__radd__",
+    "add": "add __add__ __radd__",
     "sub": "sub subtract __sub__",
     "rsub": "rsub __rsub__",
-    "mul": "mul multiply __mul__",
-    "rmul": "__rmul__",
+    "mul": "mul multiply __mul__ __rmul__",
     "neg": "neg negative __neg__",
     "abs": "abs absolute __abs__",
     "le": "le less_equal __le__",

@@ -47,7 +47,6 @@ from lightning_mm5d.features.shared_experts.token_exchange import (
     recorded_forward,
 )
 from lightning_mm5d.layout.layout import even_lengths
-from lightning_mm5d.sharded.collectives import gather, scatter
 from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.sharded.tensor import Sharded, functions_named
 from lightning_mm5d.sharded.torch_internals import as_plain_tensors, in_checkpoint, unobserved
@@ -269,14 +268,14 @@ class SharedExperts(Removable):
         if copies is not None:
             lengths = even_lengths(len(hidden), copies.size)
             start = sum(lengths[: copies.index])
-            hidden, weights = scatter(hidden, 0, lengths, copies), scatter(weights, 0, lengths, copies)
+            hidden, weights = copies.scattered(hidden, 0, lengths), copies.scattered(weights, 0, lengths)
             index = index.narrow(0, start, lengths[copies.index])
         if self._stage is None:
             result = layer.all(hidden, index, weights)
-            return (result if copies is None else gather(result, 0, lengths, copies)).view(tokens.shape)
+            return (result if copies is None else copies.gathered(result, 0, lengths)).view(tokens.shape)
         finish = self._dispatched(layer, hidden, index, weights)
         if copies is not None:
-            return gather(finish(), 0, lengths, copies).view(tokens.shape)
+            return copies.gathered(finish(), 0, lengths).view(tokens.shape)
         # a checkpoint compares the order of what is saved, and a traced forward may use the result sooner
         overlaps = layer.overlaps and type(hidden) is Tensor and not in_checkpoint()
         return awaited(hidden.shape, hidden, finish).view(tokens.shape) if overlaps else finish().view_as(tokens)
@@ -312,7 +311,7 @@ class SharedExperts(Removable):
         flat, batch = rows.reshape(-1, rows.shape[-1]), len(rows) if rows.dim() == 3 else 0
         if copies is not None:  # an expert may need its rows together, so one of the ranks that hold it sends them
             lengths = [len(flat), *[0] * (copies.size - 1)]
-            flat, batch = scatter(flat, 0, lengths, copies), 0 if copies.index else batch
+            flat, batch = copies.scattered(flat, 0, lengths), 0 if copies.index else batch
         if self._stage is not None:
             counts = tuple(len(flat) if place == number else 0 for place in range(layer.number))
             wish = Wish(FORWARD, expert=number + 1, batch=batch, counts=counts)
@@ -321,7 +320,7 @@ class SharedExperts(Removable):
             result = flat
         else:
             result = layer.whole(module, flat.view(rows.shape)).reshape(flat.shape)
-        return (result if copies is None else gather(result, 0, lengths, copies)).view(rows.shape)
+        return (result if copies is None else copies.gathered(result, 0, lengths)).view(rows.shape)
 
     def _sent(self, layer: HeldExperts, rows: Tensor, wish: Wish) -> Callable[[], Tensor]:
         """Bring rows to their experts; return what waits for the results."""
