@@ -336,7 +336,7 @@ class Engine:
         try:
             uncounted = nullcontext() if self._views[stage].is_last or not run.is_traced else step.uncounted()
             with step.context(), uncounted:
-                return run.execute(lambda: step.run(part, index)), True
+                return run.execute(lambda: step.run(part, index, stage)), True
         except step.forgives:
             step.fails = True
             return None, False

@@ -68,8 +68,8 @@ class Step(Protocol):
     def context(self) -> AbstractContextManager[Any]:
         """Enter around each run: the precision of the forward."""
 
-    def run(self, microbatch: Microbatch, index: int) -> Any:
-        """Run the user's step on microbatch `index` of a replica; its result counts in the last stage only."""
+    def run(self, microbatch: Microbatch, index: int, stage: Hashable = None) -> Any:
+        """Run the user's step on microbatch `index` of a replica, as a stage; the result of the last stage counts."""
 
     def reads(self) -> AbstractContextManager[list[str]]:
         """Enter around a run of the user's step; gives a list, empty unless the run asks which step it is."""

@@ -207,16 +207,17 @@ class BatchDraws:
             for name, value in owner.items()
             if is_iterator(value)
         ]
-        self._states = {-1: generator_states(values.values())}  # at the start, and what each stage has left
-        self._runs = Counter[int]()
+        self._start = generator_states(values.values())
+        self._states: dict[Hashable, Any] = {}  # what each stage has left
+        self._runs = Counter[Hashable]()
         self.random_key, self.items = random_key, dict[int, list[Any]]()
 
     @contextmanager
-    def run(self, index: int, *, counts: bool) -> Iterator[None]:
+    def run(self, stage: Hashable, *, counts: bool) -> Iterator[None]:
         """Enter around a run of the step.
 
         Args:
-            index: of the microbatch.
+            stage: that runs; of an encoder that several ranks share, not for all microbatches.
             counts: whether what it draws is drawn; else somebody puts random states back.
 
         Raises:
@@ -226,16 +227,16 @@ class BatchDraws:
             self._check_new()
         for owner, name, repeated in self._iterators:
             owner[name], repeated.place = repeated, 0
-        stage = self._runs[index]
         if counts:
-            self._runs[index] += 1
-            put_generators_back(self._states.get(stage, self._states[-1]))
+            self._runs[stage] += 1
+            put_generators_back(self._states.get(stage, self._start))
         try:
             yield
         finally:
             if counts:
-                self._states[stage] = generator_states(generator for generator, _ in self._states[-1])
-                put_generators_back(self._states[max(self._states)])  # the last stage draws most
+                self._states[stage] = generator_states(generator for generator, _ in self._start)
+                most = max(reversed(self._states), key=self._runs.__getitem__)  # of stages, the last one draws most
+                put_generators_back(self._states[most])
             for owner, name, repeated in self._iterators:
                 if owner.get(name) is repeated:
                     owner[name] = repeated.source
@@ -390,7 +391,7 @@ class UserStep:
         """Whether a replica that this rank serves has several microbatches."""
         return any(len(parts) > 1 for parts in self.microbatches.values())
 
-    def run(self, microbatch: Microbatch, index: int) -> Any:
+    def run(self, microbatch: Microbatch, index: int, stage: Hashable = None) -> Any:
         """Call the user's method; return its result, with full tensors in place of sharded ones.
 
         Raises:
@@ -404,7 +405,7 @@ class UserStep:
             batch = with_tensors(batch, lambda _, tensor: _copied(tensor, copies))
         try:
             watched = nullcontext() if self._watch is None else self._watch(replace(microbatch, batch=batch))
-            with watched, self._draws.run(index, counts=not self._repeats):
+            with watched, self._draws.run(stage, counts=not self._repeats):
                 result = unsharded(getattr(self._module, self.name)(batch, *self._arguments))
         except StopIteration as error:  # Lightning would take it for the end of the data, on this rank only
             raise RuntimeError(f"{self.name} raised StopIteration") from error
@@ -445,13 +446,13 @@ class UserStep:
         Args:
             repeats: whether a stage runs once more, and somebody puts random states back.
         """
-        self._repeats = repeats
+        before, self._repeats = self._repeats, self._repeats or repeats
         try:
             with self._metrics.discarded(), self._capture.discarded(), ExitStack() as stack:
                 stack.callback(KeptValues(self._module).restore)
                 yield
         finally:
-            self._repeats = False
+            self._repeats = before
 
 
 class TrainingStep(UserStep):
@@ -479,10 +480,10 @@ class TrainingStep(UserStep):
         self.skipped: set[int] = set()
         self._scale = scale
 
-    def run(self, microbatch: Microbatch, index: int) -> Any:
+    def run(self, microbatch: Microbatch, index: int, stage: Hashable = None) -> Any:
         """Call the user's method, in which backwards are refused."""
         with self.backwards.begun():
-            return super().run(microbatch, index)
+            return super().run(microbatch, index, stage)
 
     def finish(self, result: Any, index: int) -> Tensor:
         """Keep the loss and the other outputs; return the loss, scaled and weighted, for the backward.

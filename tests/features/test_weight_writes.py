@@ -12,7 +12,7 @@ from torch import nn
 
 from features.toys import PAIR, Layout, Run, Toy, alone, assert_same, weights
 from lightning_mm5d import ConfigError, Modality
-from lightning_mm5d.features.weight_writes import Looks, _differ, _norm, written
+from lightning_mm5d.features.weight_writes import Looks, _Buffer, _differ, _norm, written
 from lightning_mm5d.sharded.data_accesses import accesses
 from lightning_mm5d.sharded.remote_value import Guard, Origin, make_placeholder
 from ranks import run_ranks
@@ -49,6 +49,14 @@ def test_a_write_shows_wherever_the_weight_is(name: str, is_here: bool) -> None:
     with torch.no_grad(), written(weights, {id(one): name for name, one in weights.items()}) as found:
         (WRITES | READS)[name](weight)
     assert list(found()) == (["weight"] if name in WRITES else [])
+
+
+def test_a_buffer_that_is_no_number_is_written_by_nobody() -> None:
+    buffer = torch.tensor([float("nan"), 1.0])
+    before, other = _Buffer(buffer), _Buffer(buffer)
+    assert before == other
+    buffer.data[1] = 2.0
+    assert before != _Buffer(buffer)
 
 
 def test_of_several_that_notice_accesses_each_does_and_they_end_in_any_order() -> None:

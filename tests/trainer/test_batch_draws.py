@@ -16,6 +16,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -38,8 +39,8 @@ class Module(L.LightningModule):
         self.torch_noise = torch.Generator().manual_seed(0)
 
 
-def run_of(draws: BatchDraws, module: Module, index: int, *, counts: bool = True) -> list[Any]:
-    with draws.run(index, counts=counts):
+def run_of(draws: BatchDraws, module: Module, stage: int, *, counts: bool = True) -> list[Any]:
+    with draws.run(stage, counts=counts):
         row = next(module.tables["rows"])
         taken = [next(module.items), next(module.items), row.clone().tolist()]
         row += 5.0  # a copy of its own
@@ -50,10 +51,10 @@ def test_all_runs_of_a_batch_get_the_same_items_and_the_next_batch_the_ones_afte
     module = Module()
     own = module.items
     first, second = BatchDraws(module), None
-    assert [run_of(first, module, index)[:3] for index in (0, 1, 0, 1)] == [[0, 1, [0.0, 0.0]]] * 4
+    assert [run_of(first, module, stage)[:3] for stage in (0, 0, 1, 1)] == [[0, 1, [0.0, 0.0]]] * 4
     assert module.items is own
     second = BatchDraws(module)
-    assert [run_of(second, module, index)[:3] for index in (0, 1)] == [[2, 3, [1.0, 1.0]]] * 2
+    assert [run_of(second, module, 0)[:3] for _ in range(2)] == [[2, 3, [1.0, 1.0]]] * 2
 
 
 class Endless:
@@ -140,7 +141,7 @@ def test_microbatches_draw_one_after_another_and_each_stage_draws_the_same() -> 
     expected = [[chance.random(), float(noise.random())] for chance, noise in [(random.Random(0), Module().noise)] * 3]
     module = Module()
     draws = BatchDraws(module)
-    assert [run_of(draws, module, index)[3:] for index in (0, 1, 0, 1)] == [*expected[:2], *expected[:2]]
+    assert [run_of(draws, module, stage)[3:] for stage in (0, 0, 1, 1)] == [*expected[:2], *expected[:2]]
     assert run_of(BatchDraws(module), module, 0)[3:] == expected[2]
 
 
@@ -184,3 +185,31 @@ def test_a_second_loader_that_steps_read_by_next_trains_as_on_one_process() -> N
     outcome = outcomes(TWO_STAGES, second_loader)["second_loader"]
     assert_same(outcome.ranks[0], outcome.one)
     assert_same(outcome.ranks[1][0], outcome.one[0])
+
+
+class Noisy(Toy):
+    """Adds noise to features, drawn for each sample from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features = self.encoder(batch["images"])
+        noise = torch.rand(features.shape, generator=self.noise, dtype=features.dtype)
+        loss = F.cross_entropy(self.decoder(batch["tokens"], features + noise), batch["label"])
+        self.log("train_loss", loss)
+        return loss
+
+
+def noisy(run: Run) -> Any:
+    module, trainer = Noisy(), run.trainer(max_epochs=2)
+    trainer.fit(module, run.loader(16))
+    return figures(trainer), weights(module) if trainer.global_rank == 0 else None
+
+
+def test_noise_that_a_step_draws_is_that_of_one_process_also_where_the_first_batch_runs_again() -> None:
+    outcome = outcomes(TWO_STAGES, noisy)["noisy"]
+    for losses, _ in outcome.ranks:
+        assert_same(losses, outcome.one[0])
+    assert_same(outcome.ranks[0][1], outcome.one[1])
