@@ -190,7 +190,10 @@ def unplanned(root: nn.Module, plans: Mapping[str, Plans], layers: Iterable[str]
 
 
 def _has_linear(layer: nn.Module) -> bool:
-    return bool(_named_linears(layer)) or any(parameter.dim() == 3 for parameter in layer.parameters())
+    """Whether a layer has linear layers, or tensors of three dims that may be those of experts, not of convolutions."""
+    convolutions = [module for module in layer.modules() if isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))]
+    left_out = {id(parameter) for module in convolutions for parameter in module.parameters()}
+    return bool(_named_linears(layer)) or any(p.dim() == 3 and id(p) not in left_out for p in layer.parameters())
 
 
 def _named_linears(layer: nn.Module) -> dict[str, tuple[int, int]]:
