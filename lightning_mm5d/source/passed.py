@@ -62,8 +62,8 @@ def passed(module: nn.Module, method: str, name: str) -> frozenset[Path | None]:
     if function is None or tree is None or len(tree.args.args) < 2:
         return frozenset()
     batch = {tree.args.args[1].arg: ()}
-    found = _Reader(module, (function,), batch).parts(name)
-    return frozenset(found if len(found) == 1 else {None if path == (OF_ROWS,) else path for path in found})
+    paths = _Reader(module, (function,), batch).parts(name)
+    return frozenset(paths if len(paths) == 1 else {None if path == (OF_ROWS,) else path for path in paths})
 
 
 class _Reader:
