@@ -26,6 +26,8 @@ from lightning_mm5d.source.trees import function_of, method_of, names, tree_of
 
 TARGET = "target"
 """What a step passes to `torch.nn.functional.cross_entropy` as the classes."""
+OF_ROWS = "one of each row"
+"""In place of the path of classes that the step takes from whole rows: ``(labels != -100).sum(1) % 3``."""
 
 Path = tuple[Hashable, ...]
 """The steps from a batch to a part of it: indices of tuples and lists, keys of dicts, names of fields."""
@@ -36,6 +38,9 @@ KEEP_VALUES = (
 )
 """Methods of tensors whose result has the values of the tensor."""
 _TAKEN_OUT = ("get", "pop")
+_OF_EACH = {*KEEP_VALUES, "float", "bool", "clamp", "clip", "remainder", "eq", "ne", "gt", "ge", "lt", "le"}
+"""Methods of tensors whose result has a value for each of the tensor's, none of them -100 for being left out."""
+_OVER_ROWS = {"sum", "count_nonzero", "any", "all", "amax", "amin", "argmax", "argmin", "max", "min"}
 
 
 def passed(module: nn.Module, method: str, name: str) -> frozenset[Path | None]:
@@ -50,14 +55,15 @@ def passed(module: nn.Module, method: str, name: str) -> frozenset[Path | None]:
     Returns:
         Paths of parts; a batch may lack some, which are then not passed (of ``**batch`` it is ``("labels",)``). None
         is among them where a model is given something that is not certainly a part of the batch. Empty where nothing
-        is passed so, or the code is not known.
+        is passed so, or the code is not known. ``(OF_ROWS,)`` alone where all classes are taken from whole rows.
     """
     function = method_of(type(module), method)
     tree = None if function is None else tree_of(function)
     if function is None or tree is None or len(tree.args.args) < 2:
         return frozenset()
     batch = {tree.args.args[1].arg: ()}
-    return frozenset(_Reader(module, (function,), batch).parts(name))
+    paths = _Reader(module, (function,), batch).parts(name)
+    return frozenset(paths if len(paths) == 1 else {None if path == (OF_ROWS,) else path for path in paths})
 
 
 class _Reader:
@@ -141,10 +147,31 @@ class _Reader:
         inner = self._path(node, seen) if isinstance(step, (int, str)) else None
         return None if inner is None else (*inner, step)
 
+    def _is_of_rows(self, node: ast.expr, seen: tuple[str, ...] = ()) -> bool:
+        """Whether an expression is a sum or an extreme over a dim, or computed from one; a dim that is kept is none."""
+        if isinstance(node, ast.Name):
+            bound = self._bindings.get(node.id, [])
+            value = bound[0][0] if len(bound) == 1 and node.id not in seen else None
+            return value is not None and self._is_of_rows(value, (*seen, node.id))
+        if isinstance(node, ast.BinOp):
+            return self._is_of_rows(node.left, seen) or self._is_of_rows(node.right, seen)
+        if isinstance(node, ast.Compare):
+            return self._is_of_rows(node.left, seen)
+        if isinstance(node, ast.Attribute) or (isinstance(node, ast.Subscript) and ast.unparse(node.slice) in "01"):
+            return self._is_of_rows(node.value, seen)
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            return False
+        if node.func.attr in _OF_EACH:
+            return self._is_of_rows(node.func.value, seen)
+        named = {keyword.arg for keyword in node.keywords}
+        dims = len(node.args) - (ast.unparse(node.func.value) == "torch") + len(named & {"dim", "axis"})
+        return node.func.attr in _OVER_ROWS and dims == 1 and "keepdim" not in named
+
     def _of_call(self, call: ast.Call, name: str) -> set[Path | None]:
         callee = self._callee(call.func)
         if name == TARGET and (arguments := _of_cross_entropy(call, callee)) is not None:
-            return {self._path(arguments[-1]) if arguments else None}
+            of_rows = bool(arguments) and self._is_of_rows(arguments[-1])
+            return {(OF_ROWS,) if of_rows else self._path(arguments[-1]) if arguments else None}
         paths = dict(self._given(call, callee, name))
         if isinstance(callee, FunctionType):
             followed = self._followed(callee, {key: path for key, path in paths.items() if path is not None}, name)

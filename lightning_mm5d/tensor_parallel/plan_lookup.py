@@ -184,13 +184,20 @@ def unplanned(root: nn.Module, plans: Mapping[str, Plans], layers: Iterable[str]
             if planned & {id(module) for module in layer.modules()}:
                 continue
             linears, cls = _linears(layer), type(layer).__name__
-            if linears or any(parameter.dim() == 3 for parameter in layer.parameters()):
+            if linears or _may_have_experts(layer):
                 texts = [f"{key or 'itself'} ({fan_in} to {fan_out})" for key, (fan_in, fan_out) in linears.items()]
                 hints[f"{path}.{name}"] = (
                     f"no tensor parallel plan is known for {cls} ({', '.join(texts) or 'tensors of experts'}). "
                     f"Say how it is sharded: {_example(cls, linears)}"
                 )
     return hints
+
+
+def _may_have_experts(layer: nn.Module) -> bool:
+    """Whether a layer has tensors of three dims that are not those of convolutions."""
+    convolutions = [module for module in layer.modules() if isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))]
+    left_out = {id(parameter) for module in convolutions for parameter in module.parameters()}
+    return any(parameter.dim() == 3 and id(parameter) not in left_out for parameter in layer.parameters())
 
 
 def _linears(layer: nn.Module) -> dict[str, tuple[int, int]]:

@@ -34,6 +34,7 @@ from lightning_mm5d.data.packed_images import describe
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
 from lightning_mm5d.source.passed import (
+    OF_ROWS,
     TARGET,
     Counting,
     Path,
@@ -264,6 +265,9 @@ class BatchParts:
         is_own = self.is_auto and leaves_loss(steps)
         if counted_labels is not None and (is_own or not self._passed):
             targets = passed(self._module, "training_step", TARGET)
+            if self.is_auto and targets == {(OF_ROWS,)}:
+                return None
+            targets = frozenset({None}) if targets == {(OF_ROWS,)} else targets
             is_token_mean = targets or hands_on(steps)
             if is_own and (not is_token_mean or averages_samples(self._module, steps)):
                 return None

@@ -6,10 +6,11 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_mm5d.source.passed import TARGET, passed
+from lightning_mm5d.source.passed import OF_ROWS, TARGET, passed
 
 
 class Model(nn.Module):
@@ -141,9 +142,46 @@ class OtherClassesLeftOut(Entropies):
         return F.cross_entropy(self.model(batch[0]), batch[1], ignore_index=0)
 
 
+class ByTheirNumber(Entropies):
+    def training_step(self, batch: Any, index: int) -> Any:
+        counts = (batch["labels"] != -100).sum(1)
+        return F.cross_entropy(self.model(batch["ids"]), counts.clamp(max=4) % 3)
+
+
+class ByTheLongest(Entropies):
+    def training_step(self, batch: Any, index: int) -> Any:
+        longest, _ = torch.max(batch["labels"], dim=1)
+        return self.criterion(self.model(batch["ids"]), (longest > 2).long())
+
+
+class LessTheSmallest(Entropies):
+    def training_step(self, batch: Any, index: int) -> Any:
+        labels = batch["labels"]
+        return F.cross_entropy(self.model(batch["ids"]), labels - labels.min(1, keepdim=True).values)
+
+
+class LeftOutByRows(Entropies):
+    def training_step(self, batch: Any, index: int) -> Any:
+        labels = batch["labels"]
+        return F.cross_entropy(self.model(batch["ids"]), labels.masked_fill((labels < 0).any(1)[:, None], -100))
+
+
+class OfRowsAndTokens(Entropies):
+    def training_step(self, batch: Any, index: int) -> Any:
+        labels = batch["labels"]
+        return F.cross_entropy(self.model(batch["ids"]), labels) + self.criterion(
+            self.model(batch["ids"]), labels.sum(1)
+        )
+
+
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
+        (ByTheirNumber, {(OF_ROWS,)}),
+        (ByTheLongest, {(OF_ROWS,)}),
+        (LessTheSmallest, {None}),
+        (LeftOutByRows, {None}),
+        (OfRowsAndTokens, {("labels",), None}),
         (Functional, {(2,)}),
         (ByItsModule, {("classes",)}),
         (Summed, {None}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_mm5d.tensor_parallel.family_plans import TensorParallelPlan
@@ -160,3 +161,15 @@ def test_the_example_works() -> None:
     plans = plans_of(root)
     assert plans[f"{path}.0"] == (UP_AND_DOWN,)
     assert unplanned(root, plans, [path]) == {}
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_weights_of_convolutions_are_not_taken_for_those_of_experts(is_normed: bool) -> None:
+    convolutions = [nn.Conv1d(2, 2, 3), nn.ConvTranspose1d(2, 2, 3)]
+    layers: list[nn.Module] = [
+        nn.utils.parametrizations.weight_norm(each) if is_normed else each for each in convolutions
+    ]
+    root = nn.ModuleDict({"layers": nn.ModuleList([nn.Sequential(each, nn.ELU()) for each in layers])})
+    assert unplanned(root, {}, ["layers"]) == {}
+    root["layers"][0].experts = nn.Parameter(torch.zeros(2, 2, 2))
+    assert list(unplanned(root, {}, ["layers"])) == ["layers.0"]

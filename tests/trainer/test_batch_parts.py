@@ -188,6 +188,14 @@ class Classified(Judged):
         return F.cross_entropy(self.score(hidden.mean(1)), batch["input_ids"][:, 0] % 1)
 
 
+class Counted(Judged):
+    """Classes are made of labels, one of each row."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.model(**batch, output_hidden_states=True).hidden_states[-1]
+        return F.cross_entropy(self.score(hidden.mean(1)), (batch["labels"] != -100).sum(1) % 1)
+
+
 class ByACriterion(Judged):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         labels = batch["labels"]
@@ -262,6 +270,7 @@ class Masked(OneByOne):
         (Scored, (2, 2)),
         (Preferred, (2, 2)),
         (Classified, (2, 2)),
+        (Counted, (2, 2)),
         (ByACriterion, SHIFTED),
         (ByAFunction, SHIFTED),
         (ByTheModels, SHIFTED),
