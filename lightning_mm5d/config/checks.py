@@ -350,7 +350,7 @@ def check_count(field: str, value: object, most: int = MOST) -> None:
     if isinstance(value, int) and value > most:
         raise ConfigError(field, value, f"It is a whole number of at most {most}", f"The nearest is {most}")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        near = max(1, int(value)) if isinstance(value, int | float) and value < 2**31 else 1
+        near = min(most, max(1, int(digits))) if (digits := str(value).partition(".")[0]).isdecimal() else 1
         raise ConfigError(field, value, "It is a whole number of at least 1", f"The nearest is {near}")
 
 

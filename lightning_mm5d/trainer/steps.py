@@ -45,6 +45,7 @@ from lightning_mm5d.trainer.optimization import Summing
 from lightning_mm5d.trainer.user_step import (
     BatchDraws,
     Context,
+    OptimizerSettings,
     ResultChannel,
     StepResult,
     TrainingStep,
@@ -262,7 +263,8 @@ class Steps:
         merged = None
         if self._own_replica is not None:
             loss, has_graph = self._mean_loss(step)
-            merged = dataclasses.replace(self._merged(step, loss, values), has_graph=has_graph)
+            of_batch = options["settings"].of_batch
+            merged = dataclasses.replace(self._merged(step, loss, values), has_graph=has_graph, settings=of_batch)
         result = self._shown(self._share(parts, merged), values)
         self._check_written(result, step)
         if not result.has_graph:
@@ -273,6 +275,7 @@ class Steps:
             options |= {"watch": None, "context": plain_context}
             has_loss = result.loss is not None
             first.stepped(FirstBatch("training_step", batch, parts, arguments, weights, options, has_loss, is_gathered))
+        options["settings"].apply(result.settings)
         factor = 1.0 / scaled(torch.ones((), device=self._device))
 
         def publish(gradient: Tensor) -> None:
@@ -429,6 +432,7 @@ class Steps:
         key = None if self._seed is None else (self._seed, self._module.current_epoch, index, *apart)
         options = {"context": context, "capture": self._capture, "metrics": self._metrics, "random_key": key}
         options["draws"] = BatchDraws(self._module, key)
+        options["settings"] = OptimizerSettings(self._module, name)
         options |= {"watch": None if self.watch is None else self.watch(name, parts)}
         return {**options, "copies": self._writing.get(name, True)}
 

@@ -182,7 +182,7 @@ class Turns(Removable):
         told = "; ".join(_place(numbers, *where) for where, numbers in ranks.items())
         return (
             f"ranks begin different batches: {told}. All ranks must run equal numbers of batches: give their "
-            "dataloaders equal lengths, or set limit_train_batches or limit_val_batches"
+            "dataloaders equal lengths, or set limit_train_batches, limit_val_batches or trainer.should_stop on all"
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,8 +17,9 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 
-from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.joining import BatchNumber
 from lightning_mm5d.data.microbatch import Microbatch, copied, with_tensors
 from lightning_mm5d.data.random_state import generator_states, is_iterator, put_generators_back, seeded
@@ -78,6 +79,7 @@ class StepResult:
         module_changes: what the step changed in attributes of the module, see `KeptValues.changes`.
         stops: whether the step has asked the trainer to stop.
         weights_written: how often each run of the step wrote to which parameters and buffers, by name.
+        settings: which settings of optimizers and schedulers it has changed, see `OptimizerSettings`.
     """
 
     loss: Tensor | None = None
@@ -88,6 +90,7 @@ class StepResult:
     module_changes: list[Any] = field(default_factory=list)
     stops: bool = False
     weights_written: dict[str, int] = field(default_factory=dict)
+    settings: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def check_equal(self, shared: StepResult) -> Callable[[], None]:
         """Return what refuses a loss or log that differs from the one of another rank with the same last layers.
@@ -166,21 +169,77 @@ def tree_of(result: StepResult) -> Any:
         result.module_changes,
         result.stops,
         result.weights_written,
+        result.settings,
     ]
 
 
 def _from_tree(tree: Any) -> StepResult:
-    loss, numbers, outputs, options, values, fails, changes, stops, weights_written = tree
+    loss, numbers, outputs, options, values, fails, changes, stops, weights_written, settings = tree
     has_graph, *sizes = numbers.tolist()
     logs = [
         MergedLog(options=LogOptions(**fields), value=value, batch_size=size)
         for fields, value, size in zip(options, values, sizes, strict=True)
     ]
-    return StepResult(loss, outputs, logs, bool(has_graph), fails, changes, stops, weights_written)
+    return StepResult(loss, outputs, logs, bool(has_graph), fails, changes, stops, weights_written, settings)
 
 
 Context = Callable[[], AbstractContextManager[Any]]
 Watch = Callable[[Microbatch], AbstractContextManager[Any]]
+
+
+class OptimizerSettings:
+    """Numbers in the groups of optimizers, and of schedulers, that `training_step` changes: ``group["lr"] *= 0.5``.
+
+    One process runs the step once a batch. So each run begins with the settings from before the batch, and the batch
+    leaves, on all ranks, those that the last run to the end of the step has left.
+
+    Args:
+        module: the LightningModule, before the batch.
+        step: name of the method. Of others than that of automatic optimization all changes stay.
+    """
+
+    def __init__(self, module: LightningModule, step: str) -> None:
+        schedulers = [config.scheduler for config in module.trainer.lr_scheduler_configs]
+        schedulers += [value for value in vars(module).values() if isinstance(value, LRScheduler)]
+        for scheduler in schedulers:
+            if isinstance(scheduler, SequentialLR | ChainedScheduler):
+                schedulers += private(scheduler, "_schedulers")
+        owners = [group for optimizer in module.trainer.optimizers for group in optimizer.param_groups]
+        owners += [vars(scheduler) for scheduler in schedulers]
+        puts_back = step == "training_step" and module.automatic_optimization
+        self._before = [(owner, _numbers(owner)) for owner in owners if puts_back]
+        self._left, self.of_batch = list[dict[str, Any]](), dict[int, dict[str, Any]]()
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Enter around a run of the step, which leaves the settings as they were."""
+        try:
+            yield
+        finally:
+            self._left = []
+            for owner, before in self._before:
+                left = {name: owner[name] for name, value in before.items() if owner.get(name, value) is not value}
+                self._left.append(left)
+                if left:
+                    owner.update(before)
+
+    def end(self) -> None:
+        """The latest run has come to the end of the step."""
+        self.of_batch = {index: left for index, left in enumerate(self._left) if left}
+
+    def apply(self, settings: Mapping[int, Mapping[str, Any]]) -> None:
+        """Put those of a batch in place, `of_batch` on the rank where its step ends."""
+        for index, numbers in settings.items():
+            self._before[index][0].update(numbers)
+
+
+def _numbers(owner: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a group or scheduler, and rows of them; a learning rate in a tensor is none."""
+    return {name: value for name, value in owner.items() if isinstance(value, int | float) or _is_row(value)}
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, tuple | list) and all(isinstance(number, int | float) for number in value)
 
 
 class BatchDraws:
@@ -190,8 +249,9 @@ class BatchDraws:
     microbatch and stage, gets the items that the first one has taken. Of a random generator (`random.Random`, numpy's,
     torch's) microbatches draw one after another, as the rows of a batch do, and each stage of this rank draws the same.
 
-    Iterators are found in attributes of the module, in dicts that it holds, and in attributes of objects of the user's
-    own classes that it holds. What a batch takes is drawn from a random state of its own, equal on all ranks.
+    Iterators are found in attributes of the module, in dicts and lists that it holds, and in attributes of objects of
+    the user's own classes that it holds. What a batch takes is drawn from a random state of its own, the same on all
+    ranks.
 
     Args:
         module: the LightningModule, before the batch.
@@ -204,7 +264,7 @@ class BatchDraws:
         self._iterators = [
             (owner, name, _Repeated(value, self))
             for owner in self._owners
-            for name, value in owner.items()
+            for name, value in _entries(owner)
             if is_iterator(value)
         ]
         self._start = generator_states(values.values())
@@ -238,25 +298,29 @@ class BatchDraws:
                 most = max(reversed(self._states), key=self._runs.__getitem__)  # of stages, the last one draws most
                 put_generators_back(self._states[most])
             for owner, name, repeated in self._iterators:
-                if owner.get(name) is repeated:
+                if dict(_entries(owner)).get(name) is repeated:
                     owner[name] = repeated.source
 
     def _check_new(self) -> None:
         """Refuse iterators that the step has made where there was none; those in place of another go on."""
         known = {(id(owner), name) for owner, name, _ in self._iterators}
         for owner in self._owners:
-            for name, value in owner.items():
+            for name, value in _entries(owner):
                 if is_iterator(value) and (id(owner), name) not in known:
                     rule = "A step runs once for each microbatch, and each run would make an iterator and read it"
                     fix = "Make it in on_train_start, or in the constructor"
                     raise ConfigError(f"self.{name}", f"{type(value).__name__} that the step makes", rule, fix)
 
 
-def _attributes(value: Any) -> dict[Any, Any] | None:
-    """The entries of a dict, or the attributes of an object of a class of the user's own; None for anything else."""
-    if type(value) is not dict:
+def _attributes(value: Any) -> Any:
+    """A dict or list, or the attributes of an object of a class of the user's own; None for anything else."""
+    if type(value) not in (dict, list):
         value = getattr(value, "__dict__", None) if is_own(value) and not isinstance(value, nn.Module) else None
-    return value if type(value) is dict and len(value) <= LONG else None
+    return value if type(value) in (dict, list) and len(value) <= LONG else None
+
+
+def _entries(owner: Any) -> Iterable[tuple[Any, Any]]:
+    return owner.items() if isinstance(owner, dict) else enumerate(owner)
 
 
 class _Repeated(Iterator):
@@ -308,6 +372,7 @@ class UserStep:
         metrics: the module's metrics.
         random_key: what random state depends on; None leaves generators alone.
         draws: what the batch takes of the module's own iterators and generators.
+        settings: of optimizers and schedulers, which the step may change.
         watch: returns for a microbatch what is entered around a run on it; None for nothing.
         copies: whether each run gets tensors of its own, because a step that writes to its batch in place would do so
             in each stage of this rank, and under backwards of other microbatches.
@@ -340,6 +405,7 @@ class UserStep:
         metrics: MetricSync,
         random_key: tuple[int | str, ...] | None,
         draws: BatchDraws,
+        settings: OptimizerSettings,
         watch: Watch | None = None,
         copies: bool = False,
     ) -> None:
@@ -349,7 +415,7 @@ class UserStep:
         self._arguments = [BatchNumber(arg) if type(arg) is int and self.is_split else arg for arg in arguments]
         self._capture, self._metrics, self._watch, self._draws = capture, metrics, watch, draws
         self._unchanged: dict[int, Any] = {}
-        self._copies, self.writes = copies, False
+        self._settings, self._copies, self.writes = settings, copies, False
         self._written: dict[int, _BatchCopy] = {}  # by identity of the tensor
         self.scopes: Sequence[Scope] = [capture]
         self.kept_values: KeptValues | None = None
@@ -405,7 +471,7 @@ class UserStep:
             batch = with_tensors(batch, lambda _, tensor: _copied(tensor, copies))
         try:
             watched = nullcontext() if self._watch is None else self._watch(replace(microbatch, batch=batch))
-            with watched, self._draws.run(stage, counts=not self._repeats):
+            with watched, self._settings.run(), self._draws.run(stage, counts=not self._repeats):
                 result = unsharded(getattr(self._module, self.name)(batch, *self._arguments))
         except StopIteration as error:  # Lightning would take it for the end of the data, on this rank only
             raise RuntimeError(f"{self.name} raised StopIteration") from error
@@ -436,6 +502,7 @@ class UserStep:
 
     def _mark(self, index: int) -> None:
         self.ended.append(index)
+        self._settings.end()
         if self.kept_values is not None and self.is_split:
             self.kept_values.mark()
 

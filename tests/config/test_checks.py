@@ -184,7 +184,12 @@ def test_accepts(modalities: dict[str, Modality]) -> None:
 def test_refuses_sizes_that_are_no_counts(size: str, value: Any) -> None:
     error = refused_vision(**{size: value})
     assert (error.field, error.got) == (f"modalities.vision.{size}", value)
-    assert error.fix == ("The nearest is 2" if value == 2.0 else "The nearest is 1")
+    assert error.fix == ("The nearest is 2" if value in (2.0, "2") else "The nearest is 1")
+
+
+def test_a_size_in_a_text_is_told_as_a_number() -> None:
+    assert refused_vision(tp_size="4").fix == "The nearest is 4"
+    assert refused_vision(tp_size="two").fix == "The nearest is 1"
 
 
 @pytest.mark.parametrize("size", ["tp_size", "cp_size"])

@@ -1,4 +1,4 @@
-"""What a batch takes of iterators and random generators that a LightningModule holds.
+"""What a batch takes of iterators and random generators that a LightningModule holds, and its optimizer settings.
 
 Layout of the runs on ranks: vision and the first two layers of language: rank 0; the last two: rank 1. So rank 0 runs
 the step twice for each of two microbatches, and rank 1 once.
@@ -10,6 +10,7 @@ import gc
 import itertools
 import random
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader
 from features.toys import LANGUAGE, VISION, Layout, Run, Samples, Toy, assert_same, figures, outcomes, weights
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.trainer.user_step import BatchDraws
+from lightning_mm5d.trainer.user_step import BatchDraws, OptimizerSettings
 
 TWO_STAGES = Layout(
     {"vision": Modality(colocate_with="language", **VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 2
@@ -82,6 +83,17 @@ def test_iterators_in_objects_of_the_users_own_give_an_item_once_too() -> None:
             with draws.run(index, counts=True):
                 assert next(module.endless) == batch % 3
     assert module.endless.given == 10, "attributes are the object's own"
+
+
+def test_iterators_in_lists_give_an_item_once_too() -> None:
+    module = Module()
+    module.pair = [iter("abc"), itertools.cycle([1, 2, 3])]
+    for expected in (["a", 1], ["b", 2]):
+        draws = BatchDraws(module)
+        for index in (0, 1, 0):
+            with draws.run(index, counts=True):
+                assert [next(items) for items in module.pair] == expected
+    assert next(module.pair[0]) == "c"
 
 
 def test_the_first_run_gets_the_item_itself_and_later_ones_what_it_was() -> None:
@@ -213,3 +225,79 @@ def test_noise_that_a_step_draws_is_that_of_one_process_also_where_the_first_bat
     for losses, _ in outcome.ranks:
         assert_same(losses, outcome.one[0])
     assert_same(outcome.ranks[0][1], outcome.one[1])
+
+
+def settings_of(*, is_automatic: bool = True) -> tuple[Any, OptimizerSettings]:
+    """A module with an optimizer and schedulers, and its settings before a batch."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.4, momentum=0.5)
+    inner = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _ in range(2)]
+    chained = torch.optim.lr_scheduler.ChainedScheduler(inner)
+    trainer = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[SimpleNamespace(scheduler=chained)])
+    module: Any = SimpleNamespace(trainer=trainer, automatic_optimization=is_automatic, chained=chained)
+    return module, OptimizerSettings(module, "training_step")
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_step_changes_settings_once_a_batch_however_often_it_runs() -> None:
+    module, settings = settings_of()
+    (group,), (inner, _) = module.trainer.optimizers[0].param_groups, module.chained._schedulers
+    for ends in (False, True, False, True):  # as two stages run for two microbatches
+        with settings.run():
+            group["lr"] *= 0.5
+            module.chained.step()
+        if ends:
+            settings.end()
+        assert (group["lr"], inner.last_epoch) == (0.4, 0)
+    settings.apply(settings.of_batch)
+    assert (group["lr"], group["momentum"], inner.last_epoch) == (0.05, 0.5, 1)
+    _, others = settings_of()
+    assert others.of_batch == {}
+
+
+def test_settings_that_only_a_run_that_ends_changes_are_those_of_the_batch() -> None:
+    module, settings = settings_of()
+    (group,) = module.trainer.optimizers[0].param_groups
+    with settings.run():
+        group["momentum"] = 0.9
+    settings.end()
+    with settings.run():
+        pass  # an early stage is cut off before
+    remote_module, remote = settings_of()
+    remote.apply(settings.of_batch)
+    assert remote_module.trainer.optimizers[0].param_groups[0]["momentum"] == 0.9
+
+
+def test_changes_of_a_step_that_optimizes_by_itself_stay_as_they_are_made() -> None:
+    module, settings = settings_of(is_automatic=False)
+    with settings.run():
+        module.trainer.optimizers[0].param_groups[0]["lr"] = 0.1
+    assert module.trainer.optimizers[0].param_groups[0]["lr"] == 0.1
+
+
+class Slower(Toy):
+    """Sets the learning rate in the step, and steps a scheduler there."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.optimizers().param_groups[0]["momentum"] *= 0.5  # type: ignore[union-attr]
+        loss = super().training_step(batch, batch_idx)
+        self.lr_schedulers().step()  # type: ignore[union-attr,call-arg]
+        return loss
+
+
+def slower(run: Run) -> Any:
+    module, trainer = Slower(), run.trainer(max_epochs=2)
+    trainer.fit(module, run.loader(16))
+    (group,) = trainer.optimizers[0].param_groups
+    settings = {"lr": group["lr"], "momentum": group["momentum"]}
+    return figures(trainer) | settings, weights(module) if trainer.global_rank == 0 else None
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_step_that_sets_the_learning_rate_trains_as_on_one_process() -> None:
+    outcome = outcomes(TWO_STAGES, slower)["slower"]
+    assert_same(outcome.ranks[0], outcome.one)
+    assert_same(outcome.ranks[1][0], outcome.one[0])
