@@ -6,7 +6,7 @@ compare: the first batches of a run and of each epoch, and then at growing inter
 
 1. note: each rank digests the fields of the batch that Lightning is about to move to the device;
 2. compare: the ranks agree on the largest and the smallest digest of each replica, in evaluation in the round with
-   which a batch begins anyway;
+   which a batch begins anyway, in training in one before the step;
 3. tell: where these differ, all ranks exchange the digests of the fields, and raise the same error.
 
 What identifies the samples of a batch: a digest of each of its fields, equal in every process that read the same.
@@ -201,17 +201,10 @@ class _Digested(Attached):
             self._raise(differ[0], group)
         self._fields = None
 
-    def compare(self, group: dist.ProcessGroup | None) -> None:
-        """Compare before a step of all ranks, where it is due; a round of its own.
-
-        Raises:
-            RankMismatchError: on all ranks.
-        """
-        if self._fields is None or group is None:
-            return
-        agreed = torch.tensor(self.slots())
-        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
-        self.check(agreed.tolist(), group)
+    @property
+    def is_due(self) -> bool:
+        """Whether the batch that was taken last is one of those that are compared."""
+        return self._fields is not None
 
     def compare_alone(self) -> None:
         """Compare among the ranks of each replica, before a prediction that other replicas may not have.

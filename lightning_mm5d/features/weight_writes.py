@@ -50,7 +50,7 @@ from lightning_mm5d.monitor.verdict import named
 from lightning_mm5d.schedule import Action
 from lightning_mm5d.sharded.data_accesses import accesses
 from lightning_mm5d.sharded.remote_value import TELLING, is_remote, plain
-from lightning_mm5d.sharded.removable import Removable, meanwhile
+from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.sharded.tensor import functions_named, written_by
 from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.source.trees import names, reached
@@ -448,21 +448,20 @@ class HookWrites(Attached):
         for (kind, name), hooks in sorted(by_key.items()):
             self._judge(kind, name, hooks, group)
 
-    def compare(self, group: dist.ProcessGroup | None) -> None:
-        """Compare before a training step, where the module has a hook between the beginning of a batch and that."""
-        if self._between and group is not None:
-            agreed = torch.tensor(self.slots())
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
-            self.check(agreed.tolist(), group)
+    @property
+    def is_due(self) -> bool:
+        """Whether the module has a hook between the beginning of a batch and its step."""
+        return self._between
 
     def compare_alone(self) -> None:
         """Evaluation of replicas by themselves: the next round compares."""
 
     def leave(self, targets: Sequence[int], *, failed: bool) -> None:
         """Compare what the last hooks have written."""
-        if not failed:
-            with meanwhile(self, _between=True):
-                self.compare(self._group)
+        if not failed and self._group is not None:
+            agreed = torch.tensor(self.slots())
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
+            self.check(agreed.tolist(), self._group)
 
     def _judge(self, kind: Kind, name: str, hooks: Mapping[int, str], group: dist.ProcessGroup) -> None:
         plan, all_ranks = self._plan, range(self._plan.layout.size)

@@ -46,8 +46,9 @@ class BatchProof(Protocol):
     def check(self, agreed: list[int], group: dist.ProcessGroup) -> None:
         """Look at the largest `slots` of all ranks, which are `group`."""
 
-    def compare(self, group: dist.ProcessGroup | None) -> None:
-        """Compare before a training step of all ranks, `group`; a round of its own."""
+    @property
+    def is_due(self) -> bool:
+        """Whether ranks compare once more before the training step that begins; the same on all ranks."""
 
     def compare_alone(self) -> None:
         """Compare among the ranks of each replica, before an evaluation that other replicas may not have."""
@@ -137,16 +138,16 @@ class Turns(Removable):
         """Compare what ranks have read, for batches that are compared; collective.
 
         Raises:
-            RankMismatchError: on all ranks, when those of a replica have read different samples.
+            RankMismatchError: on all ranks, when those of a replica have read different samples, or some are not here.
         """
-        for proof in self.proofs:
-            proof.compare(self._group)
+        if self._group is not None and any(proof.is_due for proof in self.proofs):
+            self._agreed(self._trainer.current_epoch, self._loop.batch_progress.current.ready - 1, in_step=True)
 
     def _any_validates(self, is_due: Callable[[Any], bool], data_fetcher: Any) -> bool:
         """Return whether `is_due` says of any rank that it is to validate now; collective."""
         return decided(is_due(data_fetcher), False, CPU, self._group)
 
-    def _agreed(self, epoch: int, batch: int) -> int | None:
+    def _agreed(self, epoch: int, batch: int, *, in_step: bool = False) -> int | None:
         """Return a rank that was told to terminate; None where none was."""
         rank = self._trainer.global_rank
         save_failed = self._checkpoints is not None and self._checkpoints.has_failed
@@ -154,16 +155,16 @@ class Turns(Removable):
             self._raise_failed_save(save_failed)
             return rank if self._terminates else None
         stage = list(RunningStage).index(self._trainer.state.stage) if self._trainer.state.stage is not None else -1
-        place = [stage, epoch, batch]
+        place = [stage, epoch, batch, int(in_step)]
         told = rank + 1 if self._terminates else 0
         slots = [told, save_failed, *place, *(-value for value in place)]
         numbers = [proof.slots() for proof in self.proofs]
         agreed = torch.tensor([*slots, *chain(*numbers)], device=CPU)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
         told, save_failed, *bounds = agreed.tolist()
-        if bounds[:3] != [-value for value in bounds[3:6]]:
+        if bounds[: len(place)] != [-value for value in bounds[len(place) : 2 * len(place)]]:
             raise RankMismatchError(self._differences(place))
-        rest = iter(bounds[6:])
+        rest = iter(bounds[2 * len(place) :])
         for proof, proof_slots in zip(self.proofs, numbers, strict=True):
             proof.check([*islice(rest, len(proof_slots))], self._group)
         self._raise_failed_save(save_failed)
@@ -182,11 +183,12 @@ class Turns(Removable):
         told = "; ".join(_place(numbers, *where) for where, numbers in ranks.items())
         return (
             f"ranks begin different batches: {told}. All ranks must run equal numbers of batches: give their "
-            "dataloaders equal lengths, or set limit_train_batches, limit_val_batches or trainer.should_stop on all"
+            "dataloaders equal lengths, or set limit_train_batches, limit_val_batches or trainer.should_stop on all, "
+            "and return -1 from on_train_batch_start on all"
         )
 
 
-def _place(ranks: list[int], stage: int, epoch: int, batch: int) -> str:
+def _place(ranks: list[int], stage: int, epoch: int, batch: int, in_step: int) -> str:
     name = "no loop" if stage < 0 else list(RunningStage)[stage].value
     verb = "is" if len(ranks) == 1 else "are"
-    return f"{named(ranks)} {verb} at {name} batch {batch} of epoch {epoch}"
+    return f"{named(ranks)} {verb} at {'the step of ' * in_step}{name} batch {batch} of epoch {epoch}"

@@ -133,6 +133,12 @@ CASES = {
         r"RankMismatchError: ranks begin different batches: .*rank 1 .*equal numbers.*trainer.should_stop on all",
         place="length",
     ),
+    "a batch that one rank leaves out": Case(
+        nothing,
+        0,
+        r"RankMismatchError: ranks begin different batches: .*ranks? 1.* at the step of train batch 2 .*return -1",
+        place="left out",
+    ),
     "a checkpoint of rank 0 only": Case(
         save,
         0,
@@ -188,6 +194,11 @@ def job(case: Case) -> None:
             fires(self.trainer, self, "step", batch_idx)
             return loss
 
+    class LeavesOut(Faulty):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            fires(self.trainer, self, case.place, batch_idx)
+            return -1 if self.trainer.global_rank == case.rank and batch_idx == AT else None
+
     def enters(*_: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             fires(trainer, module, "layer", trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1)
@@ -224,7 +235,7 @@ def job(case: Case) -> None:
         use_distributed_sampler=False,
         callbacks=[AtBatchEnd(), *saves],
     )
-    module = Faulty()
+    module = LeavesOut() if case.place == "left out" else Faulty()
     if case.layout is BESIDE:
         plan = TensorParallelPlan(column={"up": ("width",)}, row={"down": ("width",)})
         register_tensor_parallel_plan("Layer", plan)
