@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import is_
 from typing import Any
@@ -110,11 +110,13 @@ class KeptState:
 
     Args:
         module: the LightningModule.
+        callbacks: of which those of the user's own classes count too: forward hooks write to them.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, callbacks: Iterable[Any] = ()) -> None:
         modules = [part for part in module.modules() if not isinstance(part, (Metric, MetricCollection))]
-        self._attributes = [attributes_of(part, lambda name: name != HOOKED) for part in modules]
+        owners = *modules, *filter(is_own, callbacks)
+        self._attributes = [attributes_of(owner, lambda name: name != HOOKED) for owner in owners]
         self._generators = generator_states(value for part in modules for value in vars(part).values())
         self._buffers = [(part._buffers, name, buffer) for part in modules for name, buffer in part._buffers.items()]
 
@@ -140,11 +142,11 @@ class KeptState:
 HOOKED = "_output_capturing_hooks_installed"  # by transformers at the first call, where its hooks stay
 
 
-def attributes_of(module: nn.Module, counts: Callable[[str], bool] = lambda _: True) -> _Object:
+def attributes_of(module: Any, counts: Callable[[str], bool] = lambda _: True) -> _Object:
     """The attributes of a module, without its parameters, buffers and submodules, and what Lightning keeps there.
 
     Args:
-        module: whose they are.
+        module: whose they are, or a callback.
         counts: whether one of a name is looked at.
     """
 

@@ -7,6 +7,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,10 +17,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from features.first_batch.lossy import LOSSES, TOLD
-from features.toys import CLASSES, PAIR, WIDTH, Layout, Run, Toy, alone
+from features.toys import CLASSES, PAIR, WIDTH, Layout, Run, Toy, alone, outcomes
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.features.first_batch.feature import FirstBatchChecks
 from ordinary.uses import Memory
@@ -461,3 +463,34 @@ def test_a_loss_over_pairs_is_that_of_one_process_with_one_microbatch() -> None:
     """vision: rank 0, language: rank 1"""
     found = call_ranks(2, _of_whole_batches)[0]
     torch.testing.assert_close(found, alone(_weights_of_pairs), rtol=1e-9, atol=1e-9)
+
+
+class Sums(Callback):
+    """Sums up in forward hooks what layers give, batch by batch."""
+
+    def __init__(self) -> None:
+        self.total, self.by_batch = {"encoder.patch": 0.0, "decoder.head": 0.0}, list[dict[str, float]]()
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        for path in self.total:
+            pl_module.get_submodule(path).register_forward_hook(partial(self.add, path))
+
+    def add(self, path: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.total[path] += output.detach().sum().item()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.by_batch.append(dict(self.total))
+
+
+def sums(run: Run) -> list[dict[str, float]]:
+    seen = Sums()
+    run.trainer(callbacks=[seen]).fit(Toy(), run.loader(16))
+    return seen.by_batch
+
+
+def test_forward_hooks_that_write_to_a_callback_count_each_sample_once() -> None:
+    """vision: rank 0, language: rank 1"""
+    outcome = outcomes(PAIR, sums)["sums"]
+    for rank, path in enumerate(outcome.one[0]):
+        seen = [batch[path] for batch in outcome.ranks[rank]]
+        assert seen == pytest.approx([batch[path] for batch in outcome.one], rel=1e-9)
