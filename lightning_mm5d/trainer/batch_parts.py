@@ -2,12 +2,13 @@
 
 The strategy's arguments say it first, then the module's methods ``split_batch`` and ``loss_weight``, then the code of
 the model's loss (`source.passed`), and the names and lengths in the batch. Refuses label tokens that it would have
-to guess: the labels are what `training_step` passes as ``labels=``, or the one tensor of that name in the batch.
+to guess: the labels are what the step passes as ``labels=``, or the one tensor of that name in the batch.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Literal, Protocol
@@ -111,10 +112,8 @@ class BatchParts:
         self._splitter = mode if callable(mode) else hooks["split_batch"] if callable(hooks["split_batch"]) else None
         weigh = options.loss_weight
         self._weigh = weigh if callable(weigh) else hooks["loss_weight"] if callable(hooks["loss_weight"]) else None
-        self.is_auto = self._weigh is None and weigh == "auto"
-        self._passed: frozenset[Path | None] = frozenset()
-        self._counting = self._labels_that_count() if self._weigh is None and weigh != "samples" else None
-        self.is_auto &= self._counting is not None
+        self._loss_weight, self._of_steps = weigh, dict[str, BatchParts]()
+        self._read_code("training_step")
         self.counts_samples = self._weigh is None and weigh != "tokens"
         # steps of replicas that optimize by hand are not steps of the engine
         is_mean = self.is_auto and None not in self._passed and bool(self._passed) and module.automatic_optimization
@@ -122,6 +121,22 @@ class BatchParts:
         self.is_compiled = any(is_compiled(part) or is_compiled_in_place(part) for part in module.modules())
         self.splits = mode == "split" and self._splitter is None
         self.dealer: Dealer | None = None
+
+    def of_step(self, name: str) -> BatchParts:
+        """Return what weighs the microbatches of a step by the code of the step itself."""
+        if name == "training_step" or self._weigh is not None or self._loss_weight != "auto":
+            return self
+        if name not in self._of_steps:
+            self._of_steps[name] = copy.copy(self)
+            self._of_steps[name]._read_code(name)
+        return self._of_steps[name]
+
+    def _read_code(self, step: str) -> None:
+        self._step, self.is_auto = step, self._weigh is None and self._loss_weight == "auto"
+        self._passed: frozenset[Path | None] = frozenset()
+        has_labels = self._weigh is None and self._loss_weight != "samples"
+        self._counting = self._labels_that_count() if has_labels else None
+        self.is_auto &= self._counting is not None
 
     def split(self, batch: Any, *, is_first: bool = False) -> list[Microbatch]:
         """Return the microbatches of one replica's batch.
@@ -259,12 +274,12 @@ class BatchParts:
 
     def _labels_that_count(self) -> Counting | None:
         """Which labels the loss is a mean over; None where it is none."""
-        self._passed = passed(self._module, "training_step", "labels")
+        self._passed = passed(self._module, self._step, "labels")
         steps = self._steps()
         counted_labels = counting(self._module, steps)
         is_own = self.is_auto and leaves_loss(steps)
         if counted_labels is not None and (is_own or not self._passed):
-            targets = passed(self._module, "training_step", TARGET)
+            targets = passed(self._module, self._step, TARGET)
             if self.is_auto and targets == {(OF_ROWS,)}:
                 return None
             targets = frozenset({None}) if targets == {(OF_ROWS,)} else targets
@@ -278,7 +293,7 @@ class BatchParts:
         return "all" if any(getattr(config, "is_encoder_decoder", False) for config in configs) else "shifted"
 
     def _steps(self) -> frozenset[FunctionType]:
-        return frozenset(func for name in ("training_step", "forward") for func in reached(type(self._module), name))
+        return frozenset(func for name in (self._step, "forward") for func in reached(type(self._module), name))
 
     def _named_by_steps(self) -> set[object]:
         """The constants and attributes in the code of the step, among them keys of the batch that it reads."""

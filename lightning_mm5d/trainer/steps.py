@@ -396,13 +396,13 @@ class Steps:
         if name == "predict_step":
             return Weights()
         deals = name == "training_step" and self.batch_parts.deals
-        tokens = self._counts_tokens(parts, name)
+        weighing, tokens = self.batch_parts.of_step(name), self._counts_tokens(parts, name)
         for microbatches in parts.values():
-            self.batch_parts.check(microbatches, tokens=tokens, deals=deals)
+            weighing.check(microbatches, tokens=tokens, deals=deals)
         if self._own_replica is None or self._own_replica not in parts:
             return Weights()
-        local = self.batch_parts.weights(parts[self._own_replica], tokens=tokens)
-        if self.batch_parts.counts_samples and not tokens and not deals:
+        local = weighing.weights(parts[self._own_replica], tokens=tokens)
+        if weighing.counts_samples and not tokens and not deals:
             return Weights(local, sum(local) * self._plan.layout.num_replicas)
         samples = sum(part.samples for part in parts[self._own_replica])
         totals = torch.tensor([sum(local), samples], dtype=torch.float64)  # the host waits for no device that computes
@@ -413,10 +413,11 @@ class Steps:
 
     def _counts_tokens(self, parts: Parts, name: str) -> bool:
         """Whether label tokens weigh microbatches of a step, which its first batches tell all ranks where steps end."""
-        if not self.batch_parts.is_auto:
-            return not self.batch_parts.counts_samples
+        weighing = self.batch_parts.of_step(name)
+        if not weighing.is_auto:
+            return not weighing.counts_samples
         if name not in self._tokens:
-            sure = torch.tensor([all(map(self.batch_parts.has_labels, parts.values()))], device=self._device).int()
+            sure = torch.tensor([all(map(weighing.has_labels, parts.values()))], device=self._device).int()
             if self._own_replica in parts and self._loss_group is not None:
                 dist.all_reduce(sure, dist.ReduceOp.MIN, group=self._loss_group)
             self._tokens[name] = bool(sure)

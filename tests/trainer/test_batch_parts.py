@@ -279,3 +279,22 @@ class Masked(OneByOne):
 )
 def test_label_tokens_count_only_where_a_step_uses_a_loss_of_them(module: Any, expected: tuple[float, ...]) -> None:
     assert weights(module(), {"input_ids": IDS, "labels": LABELS}, loss_weight="auto") == expected
+
+
+class Compared(Counted):
+    """Validated by the model's loss of tokens, which it is not trained by; tested by what it is trained by."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.model(**batch).loss)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.training_step(batch, batch_idx))
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"), [("training_step", (2, 2)), ("validation_step", SHIFTED), ("test_step", (2, 2))]
+)
+def test_each_step_is_weighed_by_its_own_code(step: str, expected: tuple[float, ...]) -> None:
+    weighing = parts_of(Compared(), loss_weight="auto").of_step(step)
+    parts = weighing.split({"input_ids": IDS, "labels": LABELS})
+    assert weighing.weights(parts, tokens=weighing.is_auto and weighing.has_labels(parts)) == expected
