@@ -57,6 +57,8 @@ def test_a_buffer_that_is_no_number_is_written_by_nobody() -> None:
     assert before == other
     buffer.data[1] = 2.0
     assert before != _Buffer(buffer)
+    before, buffer.data = _Buffer(buffer), torch.cat([buffer, buffer])  # which no version tells
+    assert before != _Buffer(buffer)
 
 
 def test_of_several_that_notice_accesses_each_does_and_they_end_in_any_order() -> None:

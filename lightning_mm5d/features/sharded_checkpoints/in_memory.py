@@ -145,8 +145,8 @@ def _started(process: int) -> str:
 
 def found_in(folder: Path) -> dict[str, dict[str, int]]:
     """Return the files of each checkpoint with their sizes, by the names of checkpoints and files."""
-    checkpoints = sorted(folder.iterdir()) if folder.is_dir() else []
-    return {path.name: {file.name: file.stat().st_size for file in path.iterdir()} for path in checkpoints}
+    paths = sorted(folder.glob("*"))
+    return {path.name: {file.name: file.stat().st_size for file in path.iterdir()} for path in paths}
 
 
 def manifests_in(folder: Path) -> dict[str, str]:
@@ -162,12 +162,9 @@ class ReusedFile(TensorFileWriter):
         _reuse(self.path)
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         write_at(self._descriptor, bytes(8), 0, self.path)  # no header
+        last = max((entry.stop for entry in self._entries.values()), default=0)
+        os.ftruncate(self._descriptor, self._origin + last)
         return self
-
-    @override
-    def _finish(self) -> None:
-        super()._finish()
-        os.ftruncate(self._descriptor, self.written.size)
 
 
 class MemoryWriter(DirectoryWriter):
@@ -416,7 +413,8 @@ class HostMemory:
             remove_ended()
             _make_private(agent)
             self._folder.mkdir(exist_ok=True)
-            shutil.rmtree(_beside(self._folder, "ended"), ignore_errors=True)
+            for what in ("ended", "spare"):  # of ranks that may be others now
+                shutil.rmtree(_beside(self._folder, what), ignore_errors=True)
         reports = open_reports("found")
         self._timeout = reports.timeout
         reports.tell("there", [found_in(self._folder), manifests_in(self._folder)] if nodes.is_first else None)
@@ -429,9 +427,8 @@ class HostMemory:
                     "No checkpoint in memory has all its files on the hosts: none was written yet, or neighbours were "
                     "lost together. The fit begins from ckpt_path"
                 )
-        chosen = reports.hear("chosen")
+        name, self._manifest = reports.hear("chosen") or (None, "")
         reports.part("chosen")
-        name, self._manifest = (None, "") if chosen is None else chosen
         self._number = 0 if name is None else int(name)
         if nodes.is_first:
             for checkpoint in found_in(self._folder):
@@ -574,7 +571,9 @@ def _keep_newest(folder: Path, count: int) -> None:
     """Set aside what is too old, which the next checkpoint is written over."""
     for old in sorted(folder.iterdir())[:-count]:
         shutil.rmtree(_beside(folder, "spare"), ignore_errors=True)
-        old.rename(_beside(folder, "spare"))
+        with suppress(OSError):  # some of an older one has stayed there
+            old.rename(_beside(folder, "spare"))
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _beside(folder: Path, what: str) -> Path:
