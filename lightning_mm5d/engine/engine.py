@@ -304,7 +304,7 @@ class Engine:
             shapes = UNKNOWN
             if self._promises is not None:
                 shapes = stack.enter_context(self._promises.watching(step, stage, (replica, index), payloads))
-            result, ended = self._executed(run, step, part, index, stage)
+            result, ended = self._executed(run, step, part, replica, index, stage)
         if self._views[stage].is_last and ended:
             loss = step.finish(result, index)
             if loss is not None:
@@ -325,7 +325,9 @@ class Engine:
             hook.ran(forward, passed)
         return Flight(run, sent, received, forward.loss, place, is_beside)
 
-    def _executed(self, run: Run, step: Step, part: Microbatch, index: int, stage: StageKey) -> tuple[Any, bool]:
+    def _executed(
+        self, run: Run, step: Step, part: Microbatch, replica: int, index: int, stage: StageKey
+    ) -> tuple[Any, bool]:
         """Return the result of a run, and whether it came to its end.
 
         An evaluation that a pipeline cannot run has no end, here and in all later stages.
@@ -336,7 +338,7 @@ class Engine:
         try:
             uncounted = nullcontext() if self._views[stage].is_last or not run.is_traced else step.uncounted()
             with step.context(), uncounted:
-                return run.execute(lambda: step.run(part, index, stage)), True
+                return run.execute(lambda: step.run(part, index, (stage, replica))), True
         except step.forgives:
             step.fails = True
             return None, False

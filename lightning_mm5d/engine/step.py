@@ -68,8 +68,11 @@ class Step(Protocol):
     def context(self) -> AbstractContextManager[Any]:
         """Enter around each run: the precision of the forward."""
 
-    def run(self, microbatch: Microbatch, index: int, stage: Hashable = None) -> Any:
-        """Run the user's step on microbatch `index` of a replica, as a stage; the result of the last stage counts."""
+    def run(self, microbatch: Microbatch, index: int, place: tuple[Hashable, int] = (None, 0)) -> Any:
+        """Run the user's step on microbatch `index`, as the stage and for the replica of `place`.
+
+        The result of the last stage counts.
+        """
 
     def reads(self) -> AbstractContextManager[list[str]]:
         """Enter around a run of the user's step; gives a list, empty unless the run asks which step it is."""

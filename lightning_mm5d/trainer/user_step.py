@@ -17,9 +17,9 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
+from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_mm5d.config.errors import ConfigError, private
+from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.joining import BatchNumber
 from lightning_mm5d.data.microbatch import Microbatch, copied, with_tensors
 from lightning_mm5d.data.random_state import generator_states, is_iterator, put_generators_back, seeded
@@ -202,10 +202,11 @@ class OptimizerSettings:
         schedulers = [config.scheduler for config in module.trainer.lr_scheduler_configs]
         schedulers += [value for value in vars(module).values() if isinstance(value, LRScheduler)]
         for scheduler in schedulers:
-            if isinstance(scheduler, SequentialLR | ChainedScheduler):
-                schedulers += private(scheduler, "_schedulers")
+            for value in getattr(scheduler, "__dict__", {}).values():  # as of a SequentialLR
+                inner = value if isinstance(value, list | tuple) else [value]
+                schedulers += [each for each in inner if isinstance(each, LRScheduler) and each not in schedulers]
         owners = [group for optimizer in module.trainer.optimizers for group in optimizer.param_groups]
-        owners += [vars(scheduler) for scheduler in schedulers]
+        owners += [vars(scheduler) for scheduler in schedulers if hasattr(scheduler, "__dict__")]
         puts_back = step == "training_step" and module.automatic_optimization
         self._before = [(owner, _numbers(owner)) for owner in owners if puts_back]
         self._left, self.of_batch = list[dict[str, Any]](), dict[int, dict[str, Any]]()
@@ -216,12 +217,21 @@ class OptimizerSettings:
         try:
             yield
         finally:
-            self._left = []
-            for owner, before in self._before:
-                left = {name: owner[name] for name, value in before.items() if owner.get(name, value) is not value}
-                self._left.append(left)
-                if left:
-                    owner.update(before)
+            self._left = self.take()
+            self.put([{}] * len(self._before))
+
+    def take(self) -> list[dict[str, Any]]:
+        """Return what the microbatch that is computed has changed so far."""
+        return [
+            {name: _copied_row(owner[name]) for name, value in before.items() if _differ(owner.get(name, value), value)}
+            for owner, before in self._before
+        ]
+
+    def put(self, state: list[dict[str, Any]]) -> None:
+        """Go on with the microbatch that `take` returned `state` of."""
+        for (owner, before), left in zip(self._before, state, strict=True):
+            changed = {name: value for name, value in before.items() if _differ(owner.get(name, value), value)}
+            owner.update({name: _copied_row(value) for name, value in (changed | left).items()})
 
     def end(self) -> None:
         """The latest run has come to the end of the step."""
@@ -235,7 +245,18 @@ class OptimizerSettings:
 
 def _numbers(owner: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of a group or scheduler, and rows of them; a learning rate in a tensor is none."""
-    return {name: value for name, value in owner.items() if isinstance(value, int | float) or _is_row(value)}
+    return {
+        name: _copied_row(value) for name, value in owner.items() if isinstance(value, int | float) or _is_row(value)
+    }
+
+
+def _copied_row(value: Any) -> Any:
+    """The value itself, of a list a copy: the step may change it in place."""
+    return [*value] if type(value) is list else value
+
+
+def _differ(now: Any, before: Any) -> bool:
+    return now is not before and (type(now) is not type(before) or now != before)
 
 
 def _is_row(value: Any) -> bool:
@@ -267,17 +288,18 @@ class BatchDraws:
             for name, value in _entries(owner)
             if is_iterator(value)
         ]
+        self._lists = [(owner, [*owner]) for owner in self._owners if isinstance(owner, list)]
         self._start = generator_states(values.values())
-        self._states: dict[Hashable, Any] = {}  # what each stage has left
-        self._runs = Counter[Hashable]()
+        self._states: dict[tuple[Hashable, int], Any] = {}  # what each stage of a replica has left
+        self._runs = Counter[tuple[Hashable, int]]()
         self.random_key, self.items = random_key, dict[int, list[Any]]()
 
     @contextmanager
-    def run(self, stage: Hashable, *, counts: bool) -> Iterator[None]:
+    def run(self, place: tuple[Hashable, int], *, counts: bool) -> Iterator[None]:
         """Enter around a run of the step.
 
         Args:
-            stage: that runs; of an encoder that several ranks share, not for all microbatches.
+            place: the stage that runs, and its replica, of which this rank may serve several.
             counts: whether what it draws is drawn; else somebody puts random states back.
 
         Raises:
@@ -285,21 +307,27 @@ class BatchDraws:
         """
         if self._runs:
             self._check_new()
+        for owner, whole in self._lists:
+            owner[:] = whole
         for owner, name, repeated in self._iterators:
             owner[name], repeated.place = repeated, 0
         if counts:
-            self._runs[stage] += 1
-            put_generators_back(self._states.get(stage, self._start))
+            self._runs[place] += 1
+            put_generators_back(self._states.get(place, self._start))
         try:
             yield
         finally:
             if counts:
-                self._states[stage] = generator_states(generator for generator, _ in self._start)
-                most = max(reversed(self._states), key=self._runs.__getitem__)  # of stages, the last one draws most
+                self._states[place] = generator_states(generator for generator, _ in self._start)
+                # of stages, the last one draws most; an encoder that ranks share has not run for all microbatches
+                stages = [*dict.fromkeys(stage for stage, _ in self._states)]
+                most = max(self._states, key=lambda key: (self._runs[key], stages.index(key[0])))
                 put_generators_back(self._states[most])
-            for owner, name, repeated in self._iterators:
-                if dict(_entries(owner)).get(name) is repeated:
-                    owner[name] = repeated.source
+            sources = {id(repeated): repeated.source for *_, repeated in self._iterators}
+            for owner in self._owners if sources else ():
+                for name, value in [*_entries(owner)]:  # wherever the step has put it
+                    if id(value) in sources:
+                        owner[name] = sources[id(value)]
 
     def _check_new(self) -> None:
         """Refuse iterators that the step has made where there was none; those in place of another go on."""
@@ -314,9 +342,11 @@ class BatchDraws:
 
 def _attributes(value: Any) -> Any:
     """A dict or list, or the attributes of an object of a class of the user's own; None for anything else."""
-    if type(value) not in (dict, list):
+    if type(value) is list:  # one with data in it is what the step keeps
+        return value if value and len(value) <= LONG and all(map(is_iterator, value)) else None
+    if type(value) is not dict:
         value = getattr(value, "__dict__", None) if is_own(value) and not isinstance(value, nn.Module) else None
-    return value if type(value) in (dict, list) and len(value) <= LONG else None
+    return value if type(value) is dict and len(value) <= LONG else None
 
 
 def _entries(owner: Any) -> Iterable[tuple[Any, Any]]:
@@ -417,7 +447,7 @@ class UserStep:
         self._unchanged: dict[int, Any] = {}
         self._settings, self._copies, self.writes = settings, copies, False
         self._written: dict[int, _BatchCopy] = {}  # by identity of the tensor
-        self.scopes: Sequence[Scope] = [capture]
+        self.scopes: Sequence[Scope] = [capture, settings]
         self.kept_values: KeptValues | None = None
         self.ended: list[int] = []
         self.weights_written = dict[str, int]()
@@ -457,7 +487,7 @@ class UserStep:
         """Whether a replica that this rank serves has several microbatches."""
         return any(len(parts) > 1 for parts in self.microbatches.values())
 
-    def run(self, microbatch: Microbatch, index: int, stage: Hashable = None) -> Any:
+    def run(self, microbatch: Microbatch, index: int, place: tuple[Hashable, int] = (None, 0)) -> Any:
         """Call the user's method; return its result, with full tensors in place of sharded ones.
 
         Raises:
@@ -471,7 +501,7 @@ class UserStep:
             batch = with_tensors(batch, lambda _, tensor: _copied(tensor, copies))
         try:
             watched = nullcontext() if self._watch is None else self._watch(replace(microbatch, batch=batch))
-            with watched, self._settings.run(), self._draws.run(stage, counts=not self._repeats):
+            with watched, self._settings.run(), self._draws.run(place, counts=not self._repeats):
                 result = unsharded(getattr(self._module, self.name)(batch, *self._arguments))
         except StopIteration as error:  # Lightning would take it for the end of the data, on this rank only
             raise RuntimeError(f"{self.name} raised StopIteration") from error
@@ -547,10 +577,10 @@ class TrainingStep(UserStep):
         self.skipped: set[int] = set()
         self._scale = scale
 
-    def run(self, microbatch: Microbatch, index: int, stage: Hashable = None) -> Any:
+    def run(self, microbatch: Microbatch, index: int, place: tuple[Hashable, int] = (None, 0)) -> Any:
         """Call the user's method, in which backwards are refused."""
         with self.backwards.begun():
-            return super().run(microbatch, index, stage)
+            return super().run(microbatch, index, place)
 
     def finish(self, result: Any, index: int) -> Tensor:
         """Keep the loss and the other outputs; return the loss, scaled and weighted, for the backward.

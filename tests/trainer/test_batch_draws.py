@@ -40,8 +40,8 @@ class Module(L.LightningModule):
         self.torch_noise = torch.Generator().manual_seed(0)
 
 
-def run_of(draws: BatchDraws, module: Module, stage: int, *, counts: bool = True) -> list[Any]:
-    with draws.run(stage, counts=counts):
+def run_of(draws: BatchDraws, module: Module, stage: int, replica: int = 0, *, counts: bool = True) -> list[Any]:
+    with draws.run((stage, replica), counts=counts):
         row = next(module.tables["rows"])
         taken = [next(module.items), next(module.items), row.clone().tolist()]
         row += 5.0  # a copy of its own
@@ -80,7 +80,7 @@ def test_iterators_in_objects_of_the_users_own_give_an_item_once_too() -> None:
     for batch in range(5):
         draws = BatchDraws(module)
         for index in range(2):
-            with draws.run(index, counts=True):
+            with draws.run((index, 0), counts=True):
                 assert next(module.endless) == batch % 3
     assert module.endless.given == 10, "attributes are the object's own"
 
@@ -91,7 +91,7 @@ def test_iterators_in_lists_give_an_item_once_too() -> None:
     for expected in (["a", 1], ["b", 2]):
         draws = BatchDraws(module)
         for index in (0, 1, 0):
-            with draws.run(index, counts=True):
+            with draws.run((index, 0), counts=True):
                 assert [next(items) for items in module.pair] == expected
     assert next(module.pair[0]) == "c"
 
@@ -102,7 +102,7 @@ def test_the_first_run_gets_the_item_itself_and_later_ones_what_it_was() -> None
     module.items = itertools.repeat({"bank": bank})  # type: ignore[assignment]
     draws = BatchDraws(module)
     for index in range(2):
-        with draws.run(index, counts=True):
+        with draws.run((index, 0), counts=True):
             item: Any = next(module.items)
             assert item.pop("bank").add_(1.0).tolist() == [1.0, 1.0]
     assert bank.tolist() == [1.0, 1.0]
@@ -119,7 +119,7 @@ def test_items_are_drawn_from_a_random_state_of_the_batch() -> None:
         module.items = noise()  # type: ignore[assignment]
         draws = BatchDraws(module, (7, 0, 3))
         random.seed(seed)
-        with draws.run(0, counts=True):
+        with draws.run((0, 0), counts=True):
             drawn.append(next(module.items))
             assert random.random() == random.Random(seed).random()
     assert drawn[0] == drawn[1]
@@ -128,10 +128,10 @@ def test_items_are_drawn_from_a_random_state_of_the_batch() -> None:
 def test_an_iterator_that_a_step_makes_is_refused_where_the_step_runs_again() -> None:
     module = Module()
     draws = BatchDraws(module)
-    with draws.run(0, counts=True):
+    with draws.run((0, 0), counts=True):
         module.late = iter([1, 2])
     refused = pytest.raises(ConfigError, match=r"self\.late: got 'list_iterator that the step makes'.*on_train_start")
-    with refused, draws.run(1, counts=True):
+    with refused, draws.run((1, 0), counts=True):
         pass
 
 
@@ -140,7 +140,7 @@ def test_what_a_step_builds_on_an_iterator_keeps_no_items_after_the_batch() -> N
     tensors = (torch.ones(3) for _ in range(4))
     module.items = tensors  # type: ignore[assignment]
     draws = BatchDraws(module)
-    with draws.run(0, counts=True):
+    with draws.run((0, 0), counts=True):
         first = weakref.ref(next(module.items))  # type: ignore[call-overload]
         module.items = itertools.chain([torch.zeros(3)], module.items)  # type: ignore[assignment]
     del draws
@@ -155,6 +155,14 @@ def test_microbatches_draw_one_after_another_and_each_stage_draws_the_same() -> 
     draws = BatchDraws(module)
     assert [run_of(draws, module, stage)[3:] for stage in (0, 0, 1, 1)] == [*expected[:2], *expected[:2]]
     assert run_of(BatchDraws(module), module, 0)[3:] == expected[2]
+
+
+def test_each_replica_that_a_rank_serves_draws_the_same() -> None:
+    module = Module()
+    draws, before = BatchDraws(module), random.Random(0)
+    expected = [before.random(), before.random()]
+    assert [run_of(draws, module, 0, replica)[3] for replica in (0, 1, 0, 1)] == [expected[n] for n in (0, 0, 1, 1)]
+    assert module.chance.random() == before.random()
 
 
 def test_a_run_that_is_repeated_as_a_whole_draws_nothing_for_others() -> None:
@@ -227,6 +235,21 @@ def test_noise_that_a_step_draws_is_that_of_one_process_also_where_the_first_bat
     assert_same(outcome.ranks[0][1], outcome.one[1])
 
 
+def test_a_list_of_iterators_may_be_turned_and_shortened() -> None:
+    module = Module()
+    module.several = [iter(range(9)), iter(range(10, 19)), iter(range(20, 29))]
+    for batch in range(3):
+        draws = BatchDraws(module)
+        for stage in range(3):
+            with draws.run((stage, 0), counts=True):
+                assert next(module.several[0]) == (0, 10, 1)[batch]
+                module.several.append(module.several.pop(0))
+                if batch == 1:
+                    module.several.pop(0)
+        assert all(type(iterator) is type(iter(range(1))) for iterator in module.several)
+        assert len(module.several) == (3 if batch < 1 else 2)
+
+
 def settings_of(*, is_automatic: bool = True) -> tuple[Any, OptimizerSettings]:
     """A module with an optimizer and schedulers, and its settings before a batch."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.4, momentum=0.5)
@@ -265,6 +288,38 @@ def test_settings_that_only_a_run_that_ends_changes_are_those_of_the_batch() -> 
     remote_module, remote = settings_of()
     remote.apply(settings.of_batch)
     assert remote_module.trainer.optimizers[0].param_groups[0]["momentum"] == 0.9
+
+
+def test_settings_of_microbatches_that_run_side_by_side_are_kept_apart() -> None:
+    module, settings = settings_of()
+    (group,) = module.trainer.optimizers[0].param_groups
+    first, second = settings.run(), settings.run()
+    first.__enter__()
+    group["lr"] = 0.1
+    of_first = settings.take()
+    settings.put([{} for _ in of_first])  # the second one's turn
+    second.__enter__()
+    assert group["lr"] == 0.4
+    group["lr"] = 0.1
+    of_second = settings.take()
+    settings.put(of_first)
+    first.__exit__(None, None, None)
+    settings.put(of_second)
+    second.__exit__(None, None, None)
+    settings.end()
+    assert group["lr"] == 0.4
+    settings.apply(settings.of_batch)
+    assert group["lr"] == 0.1
+
+
+def test_rows_that_a_step_changes_in_place_change_once_a_batch() -> None:
+    module, settings = settings_of()
+    for _ in range(3):
+        with settings.run():
+            module.chained._schedulers[0].base_lrs[0] *= 0.5
+    settings.end()
+    settings.apply(settings.of_batch)
+    assert module.chained._schedulers[0].base_lrs == [0.2]
 
 
 def test_changes_of_a_step_that_optimizes_by_itself_stay_as_they_are_made() -> None:

@@ -111,7 +111,7 @@ class JoinedStep(UserStep):
         """Return a key of its own, so that what real steps are found to do does not come from here."""
         return "joined", super().structure(batch)
 
-    def run(self, microbatch: Microbatch, index: int, stage: Hashable = None) -> Any:
+    def run(self, microbatch: Microbatch, index: int, place: tuple[Hashable, int] = (None, 0)) -> Any:
         """Call the step; all but the second microbatch begin with the state before the step."""
         if index != 1:
             self._state.begin()
@@ -124,7 +124,7 @@ class JoinedStep(UserStep):
             stack.enter_context(torch.set_grad_enabled(self.has_graph))
             watched = stack.enter_context(_Watched(self, self._module))
             try:
-                result = super().run(microbatch, index, stage)
+                result = super().run(microbatch, index, place)
             finally:  # also where the stage ends
                 self._note(index, begun, watched)
         self.fails |= _drawn() != before

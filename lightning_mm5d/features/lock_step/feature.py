@@ -231,7 +231,7 @@ class LockStep(_Generating, AroundUpdates):
                         self.during(replica, index, optimizes=optimizes),
                         step.context(),
                     ):
-                        result = step.run(part, index)
+                        result = step.run(part, index, (None, replica))
                     if is_own:
                         step.finish(result, index)
 
