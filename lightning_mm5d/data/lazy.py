@@ -481,7 +481,8 @@ class _Loaded:
 def _form_of(tensor: Tensor, *args: Any, **options: Any) -> tuple[torch.dtype, torch.device] | None:
     """The dtype and device that `to` with these arguments gives a tensor; None where it does more."""
     dtype, device = tensor.dtype, tensor.device
-    if options.keys() - {"dtype", "device", "non_blocking"} or len(args) > 3:
+    copies = sum(isinstance(value, bool) for value in args) > 1  # the second one asks for it
+    if options.keys() - {"dtype", "device", "non_blocking"} or copies:
         return None
     for value in (*args, options.get("dtype"), options.get("device")):
         if isinstance(value, torch.dtype):

@@ -151,21 +151,29 @@ class _Reader:
         """Whether an expression is a sum or an extreme over a dim, or computed from one; a dim that is kept is none."""
         if isinstance(node, ast.Name):
             bound = self._bindings.get(node.id, [])
-            value = bound[0][0] if len(bound) == 1 and node.id not in seen else None
+            is_argument = any(isinstance(arg, ast.arg) and arg.arg == node.id for arg in ast.walk(self._tree))
+            value = bound[0][0] if len(bound) == 1 and node.id not in seen and not is_argument else None
             return value is not None and self._is_of_rows(value, (*seen, node.id))
-        if isinstance(node, ast.BinOp):
-            return self._is_of_rows(node.left, seen) or self._is_of_rows(node.right, seen)
-        if isinstance(node, ast.Compare):
-            return self._is_of_rows(node.left, seen)
+        if isinstance(node, (ast.BinOp, ast.Compare)):  # a tensor beside it may have a value for each token
+            sides = [node.left, *(node.comparators if isinstance(node, ast.Compare) else [node.right])]
+            others = [side for side in sides if not self._is_of_rows(side, seen)]
+            return len(others) < len(sides) and all(map(self._is_number, others))
         if isinstance(node, ast.Attribute) or (isinstance(node, ast.Subscript) and ast.unparse(node.slice) in "01"):
             return self._is_of_rows(node.value, seen)
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             return False
         if node.func.attr in _OF_EACH:
             return self._is_of_rows(node.func.value, seen)
-        named = {keyword.arg for keyword in node.keywords}
-        dims = len(node.args) - (ast.unparse(node.func.value) == "torch") + len(named & {"dim", "axis"})
-        return node.func.attr in _OVER_ROWS and dims == 1 and "keepdim" not in named
+        named = {keyword.arg: keyword.value for keyword in node.keywords}
+        dims = [*node.args[ast.unparse(node.func.value) == "torch" :]]
+        dims += [value for name, value in named.items() if name in ("dim", "axis")]
+        is_dim = len(dims) == 1 and ast.unparse(dims[0]).lstrip("-").isdecimal()  # `labels.min(cap)` is one of each
+        return node.func.attr in _OVER_ROWS and is_dim and "keepdim" not in named
+
+    def _is_number(self, node: ast.expr) -> bool:
+        """Whether an expression is a constant, or an attribute of the module, as a number of classes is."""
+        owner = node.value if isinstance(node, ast.Attribute) else None
+        return isinstance(node, ast.Constant) or (isinstance(owner, ast.Name) and owner.id == self._self)
 
     def _of_call(self, call: ast.Call, name: str) -> set[Path | None]:
         callee = self._callee(call.func)
@@ -270,6 +278,11 @@ def counting(module: nn.Module, step_functions: frozenset[FunctionType] = frozen
         has_loss = any(isinstance(part, nn.CrossEntropyLoss) for part in module.modules())
         ways = {_of_functions(step_functions, has_loss=has_loss)}
     return ways.pop() if len(ways) == 1 else None
+
+
+def takes_labels(module: nn.Module) -> bool:
+    """Whether any model in `module` takes labels, and may give a loss of its own."""
+    return next(_models(module), None) is not None
 
 
 def leaves_loss(functions: frozenset[FunctionType]) -> bool:

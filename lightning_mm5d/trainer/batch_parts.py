@@ -44,6 +44,7 @@ from lightning_mm5d.source.passed import (
     hands_on,
     leaves_loss,
     passed,
+    takes_labels,
 )
 from lightning_mm5d.source.trees import reached, tree_of
 
@@ -280,7 +281,7 @@ class BatchParts:
         is_own = self.is_auto and leaves_loss(steps)
         if counted_labels is not None and (is_own or not self._passed):
             targets = passed(self._module, self._step, TARGET)
-            if self.is_auto and targets == {(OF_ROWS,)}:
+            if self.is_auto and targets == {(OF_ROWS,)} and (is_own or not takes_labels(self._module)):
                 return None
             targets = frozenset({None}) if targets == {(OF_ROWS,)} else targets
             is_token_mean = targets or hands_on(steps)

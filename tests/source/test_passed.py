@@ -160,6 +160,36 @@ class LessTheSmallest(Entropies):
         return F.cross_entropy(self.model(batch["ids"]), labels - labels.min(1, keepdim=True).values)
 
 
+class AtMost(Entropies):
+    def training_step(self, batch: Any, index: int) -> Any:
+        return F.cross_entropy(self.model(batch["ids"]), batch["labels"].min(batch["most"]))
+
+
+class ArgumentsBoundAgain(Entropies):
+    def judge(self, logits: Any, targets: Any) -> Any:
+        if targets.dim() == 3:
+            targets = targets.argmax(-1)
+        return F.cross_entropy(logits, targets)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.judge(self.model(batch["ids"]), batch["labels"])
+
+
+class LessTheMean(Entropies):
+    def training_step(self, batch: Any, index: int) -> Any:
+        labels = batch["labels"]
+        return F.cross_entropy(self.model(batch["ids"]), labels - labels.sum(1).view(-1, 1))
+
+
+class ByTheirNumberOfClasses(Entropies):
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes = 3
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return F.cross_entropy(self.model(batch["ids"]), (batch["labels"] != -100).sum(1) % self.classes)
+
+
 class LeftOutByRows(Entropies):
     def training_step(self, batch: Any, index: int) -> Any:
         labels = batch["labels"]
@@ -179,7 +209,11 @@ class OfRowsAndTokens(Entropies):
     [
         (ByTheirNumber, {(OF_ROWS,)}),
         (ByTheLongest, {(OF_ROWS,)}),
+        (ByTheirNumberOfClasses, {(OF_ROWS,)}),
         (LessTheSmallest, {None}),
+        (LessTheMean, {None}),
+        (AtMost, {None}),
+        (ArgumentsBoundAgain, {None}),
         (LeftOutByRows, {None}),
         (OfRowsAndTokens, {("labels",), None}),
         (Functional, {(2,)}),

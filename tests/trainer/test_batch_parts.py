@@ -196,6 +196,15 @@ class Counted(Judged):
         return F.cross_entropy(self.score(hidden.mean(1)), (batch["labels"] != -100).sum(1) % 1)
 
 
+class Both(Judged):
+    """The model's loss of tokens, and one of rows beside it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found = self.model(**batch, output_hidden_states=True)
+        counts = (batch["labels"] != -100).sum(1) % 1
+        return found.loss + F.cross_entropy(self.score(found.hidden_states[-1].mean(1)), counts)
+
+
 class ByACriterion(Judged):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         labels = batch["labels"]
@@ -271,6 +280,7 @@ class Masked(OneByOne):
         (Preferred, (2, 2)),
         (Classified, (2, 2)),
         (Counted, (2, 2)),
+        (Both, SHIFTED),
         (ByACriterion, SHIFTED),
         (ByAFunction, SHIFTED),
         (ByTheModels, SHIFTED),

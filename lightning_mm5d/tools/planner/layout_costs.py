@@ -198,7 +198,8 @@ class LayoutCosts:
             backwards = step_costs(units, trainable, passes_on and name == loss_modality)
             guessed = [Measured(unit.forward, both - unit.forward) for unit, both in zip(units, backwards, strict=True)]
             if len(seconds) == len(guessed):
-                scales[name] = list(map(_scale, seconds, guessed))
+                is_known = any(each.backward for each in seconds)  # then 0 is a backward that takes no time
+                scales[name] = [_scale(*pair, is_known) for pair in zip(seconds, guessed, strict=True)]
             else:
                 forward, backward = (sum(part) for part in zip(*guessed, strict=True))
                 scales[name] = [_scale(seconds[0], Measured(forward, backward))] * len(guessed)
@@ -346,10 +347,11 @@ def _on_ranks(single: float, of_two: float, ranks: int) -> float:
     return single - 2 * (single - of_two) * (1 - 1 / ranks)
 
 
-def _scale(seconds: Measured, guessed: Measured) -> Measured:
-    """Measured over guessed time."""
+def _scale(seconds: Measured, guessed: Measured, is_known: bool = False) -> Measured:
+    """Measured over guessed time; `is_known` where a backward of 0 was measured."""
     forward = seconds.forward / guessed.forward
-    return Measured(forward, seconds.backward / guessed.backward if seconds.backward and guessed.backward else forward)
+    is_known = (is_known or seconds.backward > 0) and guessed.backward > 0
+    return Measured(forward, seconds.backward / guessed.backward if is_known else forward)
 
 
 def _storages(storages: Storages, of_two: Storages, size: Callable[[float, float], int]) -> Storages:
