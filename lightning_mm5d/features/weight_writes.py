@@ -532,7 +532,9 @@ class _Buffer:
         if not isinstance(other, _Buffer) or self._state != other._state:
             return False
         values, others = self._values, other._values
-        if values is None or others is None or torch.equal(values, others):
+        if values is None or others is None:
+            return values is others
+        if torch.equal(values, others):
             return True
         return values.shape == others.shape and bool(((values == others) | (values.isnan() & others.isnan())).all())
 

@@ -40,6 +40,8 @@ KEEP_VALUES = (
 _TAKEN_OUT = ("get", "pop")
 _OF_EACH = {*KEEP_VALUES, "float", "bool", "clamp", "clip", "remainder", "eq", "ne", "gt", "ge", "lt", "le"}
 """Methods of tensors whose result has a value for each of the tensor's, none of them -100 for being left out."""
+_BESIDE = {"remainder", "eq", "ne", "gt", "ge", "lt", "le", "clamp", "clip"}
+"""those of them that take another tensor or a number"""
 _OVER_ROWS = {"sum", "count_nonzero", "any", "all", "amax", "amin", "argmax", "argmin", "max", "min"}
 
 
@@ -151,8 +153,8 @@ class _Reader:
         """Whether an expression is a sum or an extreme over a dim, or computed from one; a dim that is kept is none."""
         if isinstance(node, ast.Name):
             bound = self._bindings.get(node.id, [])
-            is_argument = any(isinstance(arg, ast.arg) and arg.arg == node.id for arg in ast.walk(self._tree))
-            value = bound[0][0] if len(bound) == 1 and node.id not in seen and not is_argument else None
+            is_known = len(bound) == 1 and node.id not in seen and not self._is_argument(node.id)
+            value = bound[0][0] if is_known else None
             return value is not None and self._is_of_rows(value, (*seen, node.id))
         if isinstance(node, (ast.BinOp, ast.Compare)):  # a tensor beside it may have a value for each token
             sides = [node.left, *(node.comparators if isinstance(node, ast.Compare) else [node.right])]
@@ -163,7 +165,8 @@ class _Reader:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             return False
         if node.func.attr in _OF_EACH:
-            return self._is_of_rows(node.func.value, seen)
+            beside = node.args if node.func.attr in _BESIDE else []
+            return self._is_of_rows(node.func.value, seen) and all(map(self._is_number, beside))
         named = {keyword.arg: keyword.value for keyword in node.keywords}
         dims = [*node.args[ast.unparse(node.func.value) == "torch" :]]
         dims += [value for name, value in named.items() if name in ("dim", "axis")]
@@ -171,9 +174,23 @@ class _Reader:
         return node.func.attr in _OVER_ROWS and is_dim and "keepdim" not in named
 
     def _is_number(self, node: ast.expr) -> bool:
-        """Whether an expression is a constant, or an attribute of the module, as a number of classes is."""
-        owner = node.value if isinstance(node, ast.Attribute) else None
-        return isinstance(node, ast.Constant) or (isinstance(owner, ast.Name) and owner.id == self._self)
+        """Whether an expression is a number: a constant, a size of a tensor, or an attribute below the module."""
+        if isinstance(node, ast.UnaryOp):
+            return self._is_number(node.operand)
+        sized = node.value if isinstance(node, ast.Subscript) else node.func if isinstance(node, ast.Call) else None
+        if isinstance(sized, ast.Attribute):
+            return sized.attr in ("shape", "size")
+        if isinstance(node, ast.Name) and node.id not in self._bindings and not self._is_argument(node.id):
+            return isinstance(self._trail[-1].__globals__.get(node.id), int | float)
+        root = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        return isinstance(node, ast.Constant) or (
+            root is not node and isinstance(root, ast.Name) and root.id == self._self
+        )
+
+    def _is_argument(self, name: str) -> bool:
+        return any(isinstance(arg, ast.arg) and arg.arg == name for arg in ast.walk(self._tree))
 
     def _of_call(self, call: ast.Call, name: str) -> set[Path | None]:
         callee = self._callee(call.func)

@@ -128,8 +128,9 @@ class BatchParts:
         if name == "training_step" or self._weigh is not None or self._loss_weight != "auto":
             return self
         if name not in self._of_steps:
-            self._of_steps[name] = copy.copy(self)
-            self._of_steps[name]._read_code(name)
+            read = copy.copy(self)
+            read._read_code(name)
+            self._of_steps[name] = read if read._passed or hands_on(read._steps()) else self  # one that takes no loss
         return self._of_steps[name]
 
     def _read_code(self, step: str) -> None:
@@ -339,14 +340,14 @@ class BatchParts:
         names = ["batch" + "".join(f"[{step!r}]" for step in path) for path in tensors]
         if None in self._passed:
             rule = (
-                "training_step makes the labels that it passes to the model, so the batch does not show how many count"
+                f"{self._step} makes the labels that it passes to the model, so the batch does not show how many count"
             )
         elif names:
             rule = (
                 f"Label tokens would have to be counted in {' or in '.join(names)}, and only one of them can be right"
             )
         else:
-            rule = "This batch has no tensor named labels, and training_step does not say which part of it they are"
+            rule = f"This batch has no tensor named labels, and {self._step} does not say which part of it they are"
         raise ConfigError("batching.loss_weight", "tokens", rule, _WEIGH)
 
 

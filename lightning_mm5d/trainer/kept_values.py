@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
+from lightning_mm5d.config.errors import private
 from lightning_mm5d.data.joining import BatchNumber, Sizes, merge
 from lightning_mm5d.data.random_state import generator_states, is_iterator, put_generators_back
 from lightning_mm5d.sharded.remote_value import RemoteValue, is_remote, make_plain
@@ -42,6 +43,8 @@ from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.stage.payload import NotSent, detached, sendable, unsharded
 
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
+_OF_THREADS = {"threading", "queue", "concurrent", "multiprocessing", "asyncio", "subprocess", "weakref"}
+"""whose objects change beside what a step does"""
 _LEFT_ALONE = frozenset(
     ("torch", "lightning", "pytorch_lightning", "transformers", "tokenizers", "torchmetrics", "lightning_mm5d")
 )
@@ -115,9 +118,10 @@ class KeptState:
 
     def __init__(self, module: nn.Module, callbacks: Iterable[Any] = ()) -> None:
         modules = [part for part in module.modules() if not isinstance(part, (Metric, MetricCollection))]
-        owners = *modules, *filter(is_own, callbacks)
+        hooks = (private(part, name) for part in modules for name in ("_forward_hooks", "_forward_pre_hooks"))
+        owners = [*modules, *(filter(is_own, callbacks) if any(hooks) else ())]
         self._attributes = [attributes_of(owner, lambda name: name != HOOKED) for owner in owners]
-        self._generators = generator_states(value for part in modules for value in vars(part).values())
+        self._generators = generator_states(value for owner in owners for value in vars(owner).values())
         self._buffers = [(part._buffers, name, buffer) for part in modules for name, buffer in part._buffers.items()]
 
     def begin(self) -> None:
@@ -325,13 +329,19 @@ class _Row:
 
     def restore(self) -> None:
         self.marks.clear()
-        self.owner.clear()
-        self.owner.extend(self.values)
+        if len(self.owner) != len(self.values) or not all(map(is_, self.owner, self.values)):
+            self.owner.clear()
+            self.owner.extend(self.values)
         for part in self._inside.values():
             part.restore()
 
     def changes(self, where: str) -> list[Any] | None:
         now, count = [*self.owner], len(self.values)
+        if self.values and all(map(is_iterator, self.values)):  # which cannot be sent
+            places = {id(value): index for index, value in enumerate(self.values)}
+            if all(id(value) in places for value in now):
+                order = [places[id(value)] for value in now]
+                return None if order == [*range(count)] else ["order", order]
         if len(now) < count or not all(map(is_, now, self.values)):
             return ["replace", [_encoded(value, where) for value in now]]
         inside = [[index, diff] for index, part in self._inside.items() if (diff := part.changes(f"{where}[{index}]"))]
@@ -339,6 +349,8 @@ class _Row:
         return ["extend", added, inside] if added or inside else None
 
     def apply(self, change: list[Any]) -> None:
+        if change[0] == "order":
+            change = ["replace", [self.values[index] for index in change[1]]]
         if change[0] == "replace":
             self.owner.clear()
         for index, inner_change in change[2] if change[0] == "extend" else ():
@@ -414,7 +426,8 @@ def _part(value: Any, depth: int) -> _Part | None:
     if isinstance(value, dict):
         return _Object(value, depth)
     is_object = is_own(value) and not callable(value) and hasattr(value, "__dict__")
-    return _Object(value, depth) if is_object else None
+    of_threads = any(base.__module__.partition(".")[0] in _OF_THREADS for base in type(value).__mro__)
+    return _Object(value, depth) if is_object and not of_threads else None
 
 
 def _begins(values: list[Any], first: list[Any]) -> bool:

@@ -289,6 +289,7 @@ class BatchDraws:
             if is_iterator(value)
         ]
         self._lists = [(owner, [*owner]) for owner in self._owners if isinstance(owner, list)]
+        self._rows = {name: value for name, value in values.items() if any(value is row for row, _ in self._lists)}
         self._start = generator_states(values.values())
         self._states: dict[tuple[Hashable, int], Any] = {}  # what each stage of a replica has left
         self._runs = Counter[tuple[Hashable, int]]()
@@ -324,7 +325,8 @@ class BatchDraws:
                 most = max(self._states, key=lambda key: (self._runs[key], stages.index(key[0])))
                 put_generators_back(self._states[most])
             sources = {id(repeated): repeated.source for *_, repeated in self._iterators}
-            for owner in self._owners if sources else ():
+            lists = (value for value in self._owners[0].values() if type(value) is list and len(value) <= LONG)
+            for owner in (*self._owners, *lists) if sources else ():
                 for name, value in [*_entries(owner)]:  # wherever the step has put it
                     if id(value) in sources:
                         owner[name] = sources[id(value)]
@@ -332,6 +334,10 @@ class BatchDraws:
     def _check_new(self) -> None:
         """Refuse iterators that the step has made where there was none; those in place of another go on."""
         known = {(id(owner), name) for owner, name, _ in self._iterators}
+        for name, row in self._rows.items():
+            if self._owners[0].get(name) is not row:
+                rule = "A step runs once for each microbatch, and each run would begin with the list that one has left"
+                raise ConfigError(f"self.{name}", "a new list of iterators", rule, "Change the list itself")
         for owner in self._owners:
             for name, value in _entries(owner):
                 if is_iterator(value) and (id(owner), name) not in known:

@@ -190,6 +190,31 @@ class ByTheirNumberOfClasses(Entropies):
         return F.cross_entropy(self.model(batch["ids"]), (batch["labels"] != -100).sum(1) % self.classes)
 
 
+CLASSES = 3
+
+
+class ByAGlobalNumber(Entropies):
+    def training_step(self, batch: Any, index: int) -> Any:
+        return F.cross_entropy(self.model(batch["ids"]), (batch["labels"] != -100).sum(1) % CLASSES)
+
+
+class ByTheSizeOfLogits(Entropies):
+    def training_step(self, batch: Any, index: int) -> Any:
+        logits = self.model(batch["ids"])
+        return F.cross_entropy(logits, (batch["labels"] != -100).sum(1) % logits.shape[1])
+
+
+class ByAHyperparameter(Entropies):
+    def training_step(self, batch: Any, index: int) -> Any:
+        return F.cross_entropy(self.model(batch["ids"]), (batch["labels"] != -100).sum(1) % self.hparams.classes)
+
+
+class ComparedWithTokens(Entropies):
+    def training_step(self, batch: Any, index: int) -> Any:
+        labels = batch["labels"]
+        return F.cross_entropy(self.model(batch["ids"]), labels.amax(1).view(-1, 1).eq(labels).long())
+
+
 class LeftOutByRows(Entropies):
     def training_step(self, batch: Any, index: int) -> Any:
         labels = batch["labels"]
@@ -210,6 +235,10 @@ class OfRowsAndTokens(Entropies):
         (ByTheirNumber, {(OF_ROWS,)}),
         (ByTheLongest, {(OF_ROWS,)}),
         (ByTheirNumberOfClasses, {(OF_ROWS,)}),
+        (ByAGlobalNumber, {(OF_ROWS,)}),
+        (ByTheSizeOfLogits, {(OF_ROWS,)}),
+        (ByAHyperparameter, {(OF_ROWS,)}),
+        (ComparedWithTokens, {None}),
         (LessTheSmallest, {None}),
         (LessTheMean, {None}),
         (AtMost, {None}),

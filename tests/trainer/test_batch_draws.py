@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from features.toys import LANGUAGE, VISION, Layout, Run, Samples, Toy, assert_same, figures, outcomes, weights
+from features.toys import LANGUAGE, PAIR, VISION, Layout, Run, Samples, Toy, assert_same, figures, outcomes, weights
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.trainer.user_step import BatchDraws, OptimizerSettings
@@ -248,6 +248,47 @@ def test_a_list_of_iterators_may_be_turned_and_shortened() -> None:
                     module.several.pop(0)
         assert all(type(iterator) is type(iter(range(1))) for iterator in module.several)
         assert len(module.several) == (3 if batch < 1 else 2)
+
+
+def test_a_new_list_of_iterators_is_refused_where_the_step_runs_again() -> None:
+    module = Module()
+    module.several = [iter(range(9)), iter(range(10, 19))]
+    draws = BatchDraws(module)
+    with draws.run((0, 0), counts=True):
+        assert next(module.several[0]) == 0
+        module.several = module.several[1:] + module.several[:1]
+    assert [type(iterator).__name__ for iterator in module.several] == ["range_iterator"] * 2
+    refused = pytest.raises(ConfigError, match=r"self\.several: got 'a new list of iterators'")
+    with refused, draws.run((1, 0), counts=True):
+        pass
+
+
+class Turned(Toy):
+    """Weighs its loss by streams in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams = [itertools.count(1), itertools.count(10)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch) * next(self.streams[0])
+        self.streams.append(self.streams.pop(0))
+        self.log("train_loss", loss)
+        return loss
+
+
+def turned(run: Run) -> Any:
+    module, trainer = Turned(), run.trainer(max_epochs=2)
+    trainer.fit(module, run.loader(16))
+    return figures(trainer), [next(stream) for stream in module.streams]
+
+
+@pytest.mark.parametrize("layout", [PAIR, TWO_STAGES], ids=["vision | language", "two stages"])
+def test_streams_that_a_step_reads_in_turn_are_those_of_one_process(layout: Layout) -> None:
+    outcome = outcomes(layout, turned)["turned"]
+    for losses, _ in outcome.ranks:
+        assert_same(losses, outcome.one[0])
+    assert outcome.ranks[-1][1] == outcome.one[1], "the rank where the step ends has read them"
 
 
 def settings_of(*, is_automatic: bool = True) -> tuple[Any, OptimizerSettings]:

@@ -301,10 +301,23 @@ class Compared(Counted):
         self.log("test_loss", self.training_step(batch, batch_idx))
 
 
+class Written(Counted):
+    """Validated by what the model writes: nothing tells of a loss of tokens."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("length", (self.model.generate(batch["input_ids"]) > 0).sum(1).float().mean())
+
+
 @pytest.mark.parametrize(
-    ("step", "expected"), [("training_step", (2, 2)), ("validation_step", SHIFTED), ("test_step", (2, 2))]
+    ("module", "step", "expected"),
+    [
+        (Compared, "training_step", (2, 2)),
+        (Compared, "validation_step", SHIFTED),
+        (Compared, "test_step", (2, 2)),
+        (Written, "validation_step", (2, 2)),
+    ],
 )
-def test_each_step_is_weighed_by_its_own_code(step: str, expected: tuple[float, ...]) -> None:
-    weighing = parts_of(Compared(), loss_weight="auto").of_step(step)
+def test_each_step_is_weighed_by_its_own_code(module: Any, step: str, expected: tuple[float, ...]) -> None:
+    weighing = parts_of(module(), loss_weight="auto").of_step(step)
     parts = weighing.split({"input_ids": IDS, "labels": LABELS})
     assert weighing.weights(parts, tokens=weighing.is_auto and weighing.has_labels(parts)) == expected
