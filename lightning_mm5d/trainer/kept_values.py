@@ -23,6 +23,8 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from operator import is_
 from typing import Any
@@ -113,13 +115,13 @@ class KeptState:
 
     Args:
         module: the LightningModule.
-        callbacks: of which those of the user's own classes count too: forward hooks write to them.
+        callbacks: of which those of the user's own classes count too whose methods or variables forward hooks are.
     """
 
     def __init__(self, module: nn.Module, callbacks: Iterable[Any] = ()) -> None:
         modules = [part for part in module.modules() if not isinstance(part, (Metric, MetricCollection))]
-        hooks = (private(part, name) for part in modules for name in ("_forward_hooks", "_forward_pre_hooks"))
-        owners = [*modules, *(filter(is_own, callbacks) if any(hooks) else ())]
+        hooked = {id(value) for part in modules for value in _of_hooks(part)}
+        owners = [*modules, *(callback for callback in callbacks if id(callback) in hooked and is_own(callback))]
         self._attributes = [attributes_of(owner, lambda name: name != HOOKED) for owner in owners]
         self._generators = generator_states(value for owner in owners for value in vars(owner).values())
         self._buffers = [(part._buffers, name, buffer) for part in modules for name, buffer in part._buffers.items()]
@@ -141,6 +143,16 @@ class KeptState:
         for attributes in self._attributes:
             attributes.restore()
         put_generators_back(self._generators)
+
+
+def _of_hooks(module: nn.Module) -> Iterator[object]:
+    """The objects whose methods are forward hooks of a module, or that these know by name."""
+    for hook in (*private(module, "_forward_hooks").values(), *private(module, "_forward_pre_hooks").values()):
+        function = hook.func if isinstance(hook, partial) else hook
+        yield getattr(function, "__self__", None)
+        for cell in getattr(function, "__closure__", None) or ():
+            with suppress(ValueError):  # it has no value
+                yield cell.cell_contents
 
 
 HOOKED = "_output_capturing_hooks_installed"  # by transformers at the first call, where its hooks stay

@@ -127,7 +127,7 @@ def test_every_collective_of_the_package_is_checked() -> None:
     used = {
         name
         for path in (ROOT / "lightning_mm5d").rglob("*.py")
-        for name in re.findall(r"\bdist\.([a-z_]*(?:all_|gather|scatter|reduce|broadcast)[a-z_]*)\(", path.read_text())
+        for name in re.findall(r"\bdist\.([a-z_]*(?:all_|gather|scatter|reduce|broadcast)[a-z_]*)\b", path.read_text())
         if not name.endswith("_object")  # of host memory
     }
     used |= {name for name in vars(torch_internals) if name.endswith("_single")}

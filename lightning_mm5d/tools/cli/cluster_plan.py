@@ -411,8 +411,12 @@ def measured_scales(run: MeasuredRun, plan: Plan | None, costs: LayoutCosts) -> 
         for cut in cuts:
             stage = plan.topology.stage_of[cut.name]
             layers, span = doubled[stage] - unscaled[stage], span_of(cut, cuts)
-            measured = run.stages[stage]
-            took = max(measured - (unscaled[stage] - layers), _LEAST * measured)
+            measured, beside = run.stages[stage], unscaled[stage] - layers
+            if cut.index and name == plan.partition.loss_modality:  # what comes before the layers runs here, too
+                repeated = costs.units(name, plan.modalities[name], run.samples)[0].forward
+                layers -= repeated
+                beside += repeated * scales[name][0].forward
+            took = max(measured - beside, _LEAST * measured)
             scale = took / layers if layers > 0 else 1.0
             scales[name][span] = [Measured(scale, scale)] * len(scales[name][span])
     return scales
