@@ -438,8 +438,9 @@ def _part(value: Any, depth: int) -> _Part | None:
     if isinstance(value, dict):
         return _Object(value, depth)
     is_object = is_own(value) and not callable(value) and hasattr(value, "__dict__")
-    of_threads = any(base.__module__.partition(".")[0] in _OF_THREADS for base in type(value).__mro__)
-    return _Object(value, depth) if is_object and not of_threads else None
+    if not is_object or any(base.__module__.partition(".")[0] in _OF_THREADS for base in type(value).__mro__):
+        return None
+    return _Object(value, depth)
 
 
 def _begins(values: list[Any], first: list[Any]) -> bool:

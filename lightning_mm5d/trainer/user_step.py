@@ -199,16 +199,8 @@ class OptimizerSettings:
     """
 
     def __init__(self, module: LightningModule, step: str) -> None:
-        schedulers = [config.scheduler for config in module.trainer.lr_scheduler_configs]
-        schedulers += [value for value in vars(module).values() if isinstance(value, LRScheduler)]
-        for scheduler in schedulers:
-            for value in getattr(scheduler, "__dict__", {}).values():  # as of a SequentialLR
-                inner = value if isinstance(value, list | tuple) else [value]
-                schedulers += [each for each in inner if isinstance(each, LRScheduler) and each not in schedulers]
-        owners = [group for optimizer in module.trainer.optimizers for group in optimizer.param_groups]
-        owners += [vars(scheduler) for scheduler in schedulers if hasattr(scheduler, "__dict__")]
         puts_back = step == "training_step" and module.automatic_optimization
-        self._before = [(owner, _numbers(owner)) for owner in owners if puts_back]
+        self._before = [(owner, _numbers(owner)) for owner in (_holders(module) if puts_back else ())]
         self._left, self.of_batch = list[dict[str, Any]](), dict[int, dict[str, Any]]()
 
     @contextmanager
@@ -241,6 +233,18 @@ class OptimizerSettings:
         """Put those of a batch in place, `of_batch` on the rank where its step ends."""
         for index, numbers in settings.items():
             self._before[index][0].update(numbers)
+
+
+def _holders(module: LightningModule) -> list[dict[str, Any]]:
+    """The groups of optimizers, and the attributes of schedulers, also of those that others hold."""
+    schedulers = [config.scheduler for config in module.trainer.lr_scheduler_configs]
+    schedulers += [value for value in vars(module).values() if isinstance(value, LRScheduler)]
+    for scheduler in schedulers:
+        for value in getattr(scheduler, "__dict__", {}).values():  # as of a SequentialLR
+            inner = value if isinstance(value, list | tuple) else [value]
+            schedulers += [each for each in inner if isinstance(each, LRScheduler) and each not in schedulers]
+    groups = [group for optimizer in module.trainer.optimizers for group in optimizer.param_groups]
+    return [*groups, *(vars(scheduler) for scheduler in schedulers if hasattr(scheduler, "__dict__"))]
 
 
 def _numbers(owner: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,8 +292,7 @@ class BatchDraws:
             for name, value in _entries(owner)
             if is_iterator(value)
         ]
-        self._lists = [(owner, [*owner]) for owner in self._owners if isinstance(owner, list)]
-        self._rows = {name: value for name, value in values.items() if any(value is row for row, _ in self._lists)}
+        self._rows = {name: (value, [*value]) for name, value in values.items() if _is_row_of_iterators(value)}
         self._start = generator_states(values.values())
         self._states: dict[tuple[Hashable, int], Any] = {}  # what each stage of a replica has left
         self._runs = Counter[tuple[Hashable, int]]()
@@ -308,8 +311,8 @@ class BatchDraws:
         """
         if self._runs:
             self._check_new()
-        for owner, whole in self._lists:
-            owner[:] = whole
+        for row, whole in self._rows.values():
+            row[:] = whole
         for owner, name, repeated in self._iterators:
             owner[name], repeated.place = repeated, 0
         if counts:
@@ -334,7 +337,7 @@ class BatchDraws:
     def _check_new(self) -> None:
         """Refuse iterators that the step has made where there was none; those in place of another go on."""
         known = {(id(owner), name) for owner, name, _ in self._iterators}
-        for name, row in self._rows.items():
+        for name, (row, _) in self._rows.items():
             if self._owners[0].get(name) is not row:
                 rule = "A step runs once for each microbatch, and each run would begin with the list that one has left"
                 raise ConfigError(f"self.{name}", "a new list of iterators", rule, "Change the list itself")
@@ -348,11 +351,16 @@ class BatchDraws:
 
 def _attributes(value: Any) -> Any:
     """A dict or list, or the attributes of an object of a class of the user's own; None for anything else."""
-    if type(value) is list:  # one with data in it is what the step keeps
-        return value if value and len(value) <= LONG and all(map(is_iterator, value)) else None
+    if type(value) is list:
+        return value if _is_row_of_iterators(value) else None
     if type(value) is not dict:
         value = getattr(value, "__dict__", None) if is_own(value) and not isinstance(value, nn.Module) else None
     return value if type(value) is dict and len(value) <= LONG else None
+
+
+def _is_row_of_iterators(value: Any) -> bool:
+    """Whether a value is a list of iterators alone; one with data in it is what the step keeps."""
+    return type(value) is list and 0 < len(value) <= LONG and all(map(is_iterator, value))
 
 
 def _entries(owner: Any) -> Iterable[tuple[Any, Any]]:
