@@ -1,13 +1,15 @@
 """A step whose samples have 0 to 30 images, log-normal: dealt by their number to microbatches and replicas, or not.
 
 Layers sleep instead of computing, so that more ranks than cores show what they wait for: an encoder for each of its
-images, the language model for each microbatch. Sides take turns. Of replicas also the images are counted.
+images, the language model for each microbatch. Sides take turns. Of replicas also the images are counted. Orders of
+microbatches are simulated: an encoder before four stages under `1f1b`, over many batches.
 
-usage: python benchmarks/varying_images.py [microbatches] [replicas]
+usage: python benchmarks/varying_images.py [microbatches] [replicas] [orders]
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import sys
 import time
@@ -22,11 +24,15 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from turns import Side, Turns, fit, median_ratio, milliseconds, race, row
 
 from lightning_mm5d import Modality, MultimodalStrategy
-from lightning_mm5d.features.balanced_microbatches.longest_first import Exchange, costs_of
+from lightning_mm5d.features.balanced_microbatches.longest_first import Exchange, costs_of, in_line
+from lightning_mm5d.schedule import Graph, Kind, Node, build, dependencies
+from lightning_mm5d.schedule.graph import StageKey
 
 IMAGE_S, LANGUAGE_S = 0.0006, 0.02  # of a forward on one rank, so that all have as much to do; a backward takes twice
 STEPS, BATCH, MICROBATCHES, TOKENS = 20, 64, 8, 8
 REPLICAS, COUNTED = 4, 50  # steps whose images are counted
+BATCHES, DEEP, MANY, SIMULATED_SAMPLES = 200, 4, 16, 128  # simulated: stages of the language model, microbatches
+DRAWN = 100  # orders of the microbatches of each eighth batch
 
 
 class _Slow(torch.autograd.Function):
@@ -193,8 +199,55 @@ def measure_replicas() -> None:
     )
 
 
+def simulate_orders() -> None:
+    """Print how long steps take with samples dealt and microbatches in line, over samples as they come."""
+    names = [StageKey("vision", 0), *(StageKey("language", stage) for stage in range(DEEP))]
+    microbatches = tuple(range(MANY))
+    nodes = tuple(Node(stage=name, rank=rank, microbatches=microbatches) for rank, name in enumerate(names))
+    graph = Graph(nodes, tuple(zip(names, names[1:], strict=False)))
+    schedule = build("1f1b", graph)
+    numbers = image_counts(SIMULATED_SAMPLES * BATCHES)
+    size, usual = SIMULATED_SAMPLES // MANY, statistics.mean(numbers) * SIMULATED_SAMPLES / MANY
+    draws = random.Random(0)
+
+    def step(parts: list[list[int]], counts: list[int], constant: float) -> float:
+        """Seconds of a step; the language model's forward takes 1 in the mean, the encoder's too."""
+        images = [sum(counts[sample] for sample in part) / usual for part in parts]
+        language = [constant + (1 - constant) * number for number in images]
+        ends, free = dict[Any, float](), [0.0] * len(names)
+        left = {rank: list(actions) for rank, actions in schedule.items()}
+        while any(left.values()):
+            for rank, actions in left.items():
+                while actions and all(before in ends for before in dependencies(actions[0], graph)):
+                    action = actions.pop(0)
+                    cost = (language if rank else images)[action.microbatch] * (1 if action.kind is Kind.F else 2)
+                    begin = max([free[rank], *(ends[before] for before in dependencies(action, graph))])
+                    ends[action] = free[rank] = begin + cost
+        return max(free)
+
+    for constant, name in ((1.0, "constant"), (0.3, "0.3 + 0.7 x images")):
+        dealt, drawn, dealt_there = [], [], []
+        for batch in range(BATCHES):
+            counts = numbers[batch * SIMULATED_SAMPLES :][:SIMULATED_SAMPLES]
+            given = [[*range(start, start + size)] for start in range(0, SIMULATED_SAMPLES, size)]
+            line = in_line({"images": counts}, [size] * MANY, fills=True) or given
+            before = step(given, counts, constant)
+            dealt.append(step(line, counts, constant) / before)
+            if batch % 8 == 0:
+                drawn.append(min(step(draws.sample(line, MANY), counts, constant) for _ in range(DRAWN)) / before)
+                dealt_there.append(dealt[-1])
+        row(
+            f"simulated, {BATCHES} batches of {SIMULATED_SAMPLES} samples in {MANY} microbatches, encoder before {DEEP} "
+            f"stages, 1f1b, language model {name}: a step with `balance: true` / as they come",
+            statistics.mean(dealt),
+            "0.85",
+            f"best of {DRAWN} orders {statistics.mean(drawn):.3f}, of the same batches dealt "
+            f"{statistics.mean(dealt_there):.3f}",
+        )
+
+
 def main(names: list[str]) -> None:
-    figures = {"microbatches": measure_microbatches, "replicas": measure_replicas}
+    figures = {"microbatches": measure_microbatches, "replicas": measure_replicas, "orders": simulate_orders}
     for name in names or figures:
         figures[name]()
 

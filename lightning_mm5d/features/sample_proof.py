@@ -235,8 +235,8 @@ class _Digested(Attached):
             f"the ranks of replica {replica} have read different samples for {self._where}: {_differences(read)}. All "
             "ranks of a replica read the same samples, or a modality would be trained with the labels of others. Shard "
             "data by strategy.replica_rank of strategy.num_replicas, not by a rank among all processes (one that a "
-            "script or `setup` has read); sort lists of files; give random generators of a data set a seed that is "
-            "equal on all ranks"
+            "script or `setup` has read), and streams when they are iterated, as a rank may read them for several "
+            "replicas; sort lists of files; give random generators of a data set a seed that is equal on all ranks"
         )
 
 
