@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import lightning as L
@@ -204,7 +205,7 @@ def simulate_orders() -> None:
     names = [StageKey("vision", 0), *(StageKey("language", stage) for stage in range(DEEP))]
     microbatches = tuple(range(MANY))
     nodes = tuple(Node(stage=name, rank=rank, microbatches=microbatches) for rank, name in enumerate(names))
-    graph = Graph(nodes, tuple(zip(names, names[1:], strict=False)))
+    graph = Graph(nodes, tuple(pairwise(names)))
     schedule = build("1f1b", graph)
     numbers = image_counts(SIMULATED_SAMPLES * BATCHES)
     size, usual = SIMULATED_SAMPLES // MANY, statistics.mean(numbers) * SIMULATED_SAMPLES / MANY
@@ -237,8 +238,8 @@ def simulate_orders() -> None:
                 drawn.append(min(step(draws.sample(line, MANY), counts, constant) for _ in range(DRAWN)) / before)
                 dealt_there.append(dealt[-1])
         row(
-            f"simulated, {BATCHES} batches of {SIMULATED_SAMPLES} samples in {MANY} microbatches, encoder before {DEEP} "
-            f"stages, 1f1b, language model {name}: a step with `balance: true` / as they come",
+            f"simulated, {BATCHES} batches of {SIMULATED_SAMPLES} samples in {MANY} microbatches, encoder before "
+            f"{DEEP} stages, 1f1b, language model {name}: a step with `balance: true` / as they come",
             statistics.mean(dealt),
             "0.85",
             f"best of {DRAWN} orders {statistics.mean(drawn):.3f}, of the same batches dealt "

@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_mm5d import Modality, MultimodalStrategy
+from lightning_mm5d import ElasticStrategy, Modality, MultimodalStrategy
 
 SAMPLES, BATCH, EPOCHS = 24, 2, 2
 Fault = tuple[int, int, bool]
@@ -138,7 +138,9 @@ def train(
         folder: for records and checkpoints.
         devices: ranks on each node.
         nodes: how many.
-        kind: ``one`` process, ``stages``, ``replicas``, ``pipelines``, or ``both``: replicas of vision | language.
+        kind: ``one`` process, ``stages``, ``replicas``, ``pipelines``, ``both``: replicas of vision | language,
+            ``zero``: such replicas that share optimizer states of vision and all of language, or ``elastic``: vision |
+            language in three stages, or what the planner finds for fewer ranks.
         kills: rank, step, and whether the launcher of that rank is killed too.
         plugins: of the trainer.
         memory: steps between checkpoints in the memory of hosts, in place of those in `folder`.
@@ -151,15 +153,22 @@ def train(
         "language": Modality(pipeline={"pipelines": {"min": 3}}),
     }
     both = {"vision": Modality(module="encoder"), "language": Modality()}
+    shared = {
+        "vision": Modality(module="encoder", sharding={"zero_stage": 1}),
+        "language": Modality(sharding={"zero_stage": 3}),
+    }
+    deep = {"vision": Modality(module="encoder"), "language": Modality(pp_size=3, dp_size=1)}
     checkpoint = {"in_memory_every_n_steps": memory}
     strategies: dict[str, Any] = {
         "one": "auto",
         "stages": MultimodalStrategy(modalities=stages, batching={"num_microbatches": 2}, checkpoint=checkpoint),
         "replicas": MultimodalStrategy(checkpoint=checkpoint),
         "both": MultimodalStrategy(modalities=both, batching={"num_microbatches": 2}, checkpoint=checkpoint),
+        "zero": MultimodalStrategy(modalities=shared, batching={"num_microbatches": 2}, checkpoint=checkpoint),
+        "elastic": ElasticStrategy(modalities=deep, batching={"num_microbatches": 2}, checkpoint=checkpoint),
         "pipelines": MultimodalStrategy(modalities=pipelines, batching={"num_microbatches": 2 * BATCH}),
     }
-    has_replicas = kind in ("replicas", "pipelines", "both")
+    has_replicas = kind in ("replicas", "pipelines", "both", "zero")
     size = 2 * BATCH if kind == "pipelines" else BATCH
     saves = ModelCheckpoint(folder / "saved", every_n_train_steps=2, save_last=True)
     trainer = L.Trainer(
@@ -184,7 +193,9 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--kind", choices=("one", "stages", "replicas", "pipelines", "both"), default="stages")
+    parser.add_argument(
+        "--kind", choices=("one", "stages", "replicas", "pipelines", "both", "zero", "elastic"), default="stages"
+    )
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--elastic", action="store_true", help="devices and nodes are those that torchrun says")

@@ -91,6 +91,17 @@ def test_a_lost_node_takes_nothing_with_it(nodes: list[Node], tmp_path: Path) ->
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["both", "zero", "elastic"])
+def test_a_lost_node_of_several_ranks_takes_nothing_with_it(kind: str, nodes: list[Node], tmp_path: Path) -> None:
+    """Four ranks on two nodes, until the second node is killed with what is in its memory; then two."""
+    options = ["--kind", kind, "--memory", "1", "--kill-node", "3", "5"]
+    ended = torchrun(nodes, tmp_path, "1:2", *options, variables=OWN_STORES, ranks=2)
+    assert ended.codes == [0, -9], ended.printed
+    assert check_samples(tmp_path).worlds[-2:] == [4, 2]
+    assert {line["began"] for line in records(tmp_path) if line["world"] == 2} | {0} in AGAIN
+
+
+@pytest.mark.exhaustive
 def test_a_rank_of_two_nodes_finds_the_files_of_the_other_one(nodes: list[Node], tmp_path: Path) -> None:
     """vision: rank 0, on the first node; language: rank 1, on the second; then the same from other shards"""
     ended = torchrun(nodes, tmp_path, "2", "--memory", "1", "--kill", "1", "5")

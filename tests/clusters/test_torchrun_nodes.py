@@ -67,12 +67,13 @@ def torchrun(
     *options: str,
     variables: Mapping[str, str] | None = None,
     last_call: int = 5,
+    ranks: int = 1,
 ) -> Ended:
-    """One agent on each node, with one rank; they meet at the first node."""
+    """One agent on each node, with `ranks` ranks; they meet at the first node."""
     endpoint = f"{nodes[0][1]}:{free_port()}"
     commands = []
     for prefix, address, own in nodes:
-        agent = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={number}", "--nproc-per-node=1"]
+        agent = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={number}", f"--nproc-per-node={ranks}"]
         meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=7", f"--local-addr={address}"]
         # a node that is silent for 3 s is lost, and none is waited for longer than `last_call` once there are enough
         waits = f"last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=3"
