@@ -280,7 +280,8 @@ def _slowdown(device: torch.device) -> dict[str, float]:
             dist.barrier()
             if computes:
                 seconds.append(_timed(lambda: layer(hidden).sum().backward(), device, rounds=2))
-    return {"compute_slowdown": max(median(beside) / median(alone), 1.0)} if rank == 0 else {}
+    ratios = [together / single for together, single in zip(beside, alone, strict=False)]  # none on other ranks
+    return {"compute_slowdown": max(median(ratios), 1.0)} if ratios else {}
 
 
 def _timed(call: Callable[[], object], device: torch.device, *, rounds: int) -> float:
