@@ -274,13 +274,13 @@ def _slowdown(device: torch.device) -> dict[str, float]:
     kind: dict[str, Any] = {"device": device, "dtype": dtype}
     layer = nn.TransformerEncoderLayer(width, 8, 4 * width, 0.0, batch_first=True, norm_first=True, **kind)
     hidden = torch.randn(4, length, width, requires_grad=True, **kind)
-    rank, alone, beside = dist.get_rank(), list[float](), list[float]()
+    rank, solo, beside = dist.get_rank(), list[float](), list[float]()
     for _ in range(_TURNS):
-        for computes, seconds in ((rank == 0, alone), (True, beside)):
+        for computes, seconds in ((rank == 0, solo), (True, beside)):
             dist.barrier()
             if computes:
                 seconds.append(_timed(lambda: layer(hidden).sum().backward(), device, rounds=2))
-    ratios = [together / single for together, single in zip(beside, alone, strict=False)]  # none on other ranks
+    ratios = [together / single for together, single in zip(beside, solo, strict=False)]  # none on other ranks
     return {"compute_slowdown": max(median(ratios), 1.0)} if ratios else {}
 
 

@@ -122,8 +122,8 @@ class Cluster:
 
     def seconds(self, flops: float, moved: float) -> float:
         """Return how long a device computes: products by its flops, all else by the bytes that it reads and writes."""
-        alone = flops / (self.flops * self.efficiency) + moved / self.memory_bandwidth
-        return alone * self.compute_slowdown
+        seconds = flops / (self.flops * self.efficiency) + moved / self.memory_bandwidth
+        return seconds * self.compute_slowdown
 
 
 _Messages = dict[tuple[StageKey, StageKey], tuple[Link, float]]
@@ -209,11 +209,11 @@ class LayoutCosts:
             update: seconds of the optimizers' step on all parameters there; None where only the roofline is known.
         """
         scales, trainable = {}, self.step.trainable
-        alone = replace(self, cluster=replace(self.cluster, compute_slowdown=1.0), known={})
+        solo = replace(self, cluster=replace(self.cluster, compute_slowdown=1.0), known={})
         encoders = [unit for name, row in self.rows.items() if name != loss_modality for unit in row]
         passes_on = any(not trainable.isdisjoint(unit.costs) for unit in encoders)
         for name, seconds in told.items():
-            units = alone.units(name, Modality(), self.samples)
+            units = solo.units(name, Modality(), self.samples)
             backwards = step_costs(units, trainable, passes_on and name == loss_modality)
             guessed = [Measured(unit.forward, both - unit.forward) for unit, both in zip(units, backwards, strict=True)]
             if len(seconds) == len(guessed):
@@ -223,7 +223,7 @@ class LayoutCosts:
                 forward, backward = (sum(part) for part in zip(*guessed, strict=True))
                 scales[name] = [_scale(seconds[0], Measured(forward, backward))] * len(guessed)
         moved = sum(self._moved(name, tuple(p.shape), p.dtype) for name, p in self.step.updated.items())
-        update_scale = update / alone.cluster.seconds(0.0, moved) if update and moved else 1.0
+        update_scale = update / solo.cluster.seconds(0.0, moved) if update and moved else 1.0
         return replace(self, scales=scales, update_scale=update_scale, known={})
 
     def _moved(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
