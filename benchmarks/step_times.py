@@ -1,9 +1,9 @@
 """Estimated and measured steps of the small LLaVA of `two_ranks` in layouts of two ranks, and of a proposed layout.
 
-The estimates know what one process measures of the layers, forwards and backwards, and what ``mm5d doctor --links``
-measures of links and memory. Nothing is fitted to a run on ranks. Every rank has a core of its own: more ranks than
-cores would share what the estimate gives to each. The last two rows are the layout that the search proposes over the
-best of those measured, and over the best of those that put encoder and language model on a rank each.
+The estimates know what one process measures of the layers, forwards and backwards, and of the step of the optimizers,
+and what ``mm5d doctor --links`` measures of links, memory and processes that compute beside each other. Nothing is
+fitted to a run on ranks. Every rank has a core of its own. The last two rows are the layout that the search proposes
+over the best of those measured, and over the best of those that put encoder and language model on a rank each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_mm5d.tools.cli.cluster_plan import search_of
 from lightning_mm5d.tools.cli.estimates import first_microbatch, tracer
 from lightning_mm5d.tools.cli.job import Job, settle
 from lightning_mm5d.tools.planner.layout_costs import LayoutCosts
-from lightning_mm5d.tools.planner.profile import measure
+from lightning_mm5d.tools.planner.profile import measure, measure_update
 from lightning_mm5d.tools.planner.search import Candidate, LayoutSearch, words
 
 STEPS = 12 + WARMUP
@@ -86,7 +86,7 @@ def searched() -> LayoutSearch:
     def scaled(costs: LayoutCosts) -> Any:
         assert job.module is not None
         seconds = measure(job.module, first_microbatch(job), find(job.module, modalities), costs.rows)
-        return costs.scales_of(seconds, "language")
+        return costs.measured(seconds, "language", measure_update(costs.step.states, costs.step.updated))
 
     return search_of(job, replace(cluster, memory=2**40), None, tracer(job), scaled)[0]
 

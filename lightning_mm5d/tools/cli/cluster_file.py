@@ -7,6 +7,10 @@ Links are measured by all processes at once, each with a partner: messages go th
 latency and large ones for the bandwidth. Partners are on one node for `inside`, and at the same place of two nodes for
 `between`. The slowest pair counts. A process that is alone starts two on this machine, over gloo.
 
+Processes of a node may share memory or cores. So rank 0 computes a layer of a transformer while the others wait and
+while all compute, in turns; the ratio is the slowdown of all computation. Its flops and bytes per second are measured
+while the others wait.
+
 On CPUs the cores that compute layers move messages, too. So the overhead of a message inside a node is measured where
 all of it shows: in steps of two stages that compute next to nothing, by what each further microbatch takes.
 """
@@ -47,6 +51,7 @@ from lightning_mm5d.tools.planner.layout_costs import Cluster, Link
 _SMALL, _LARGE = 8, 2**24  # bytes of a message
 _FEW, _MANY = 2**12, 2**20  # bytes of a message between stages
 _COUNTS, _STEPS = (2, 10), 9  # microbatches of a step, and steps
+_TURNS = 5  # of computing alone and beside others
 _NUMBERS = {
     "latency": (1e-12, 1e3, "5e-6"),
     "bandwidth": (1.0, 1e20, "25e9"),
@@ -55,6 +60,7 @@ _NUMBERS = {
     "flops": (1.0, 1e20, "400e12"),
     "efficiency": (1e-6, 1.0, "0.4"),
     "memory_bandwidth": (1.0, 1e20, "2e12"),
+    "compute_slowdown": (1.0, 1e3, "1.05"),
 }
 """least and largest value of each number, beyond which seconds are none, and a usual one"""
 
@@ -66,7 +72,7 @@ def read_cluster(path: Path) -> Cluster:
         ConfigError: it cannot be read, or describes none.
     """
     config = read_configuration(path, "--cluster")
-    numbers = ("flops", "efficiency", "memory_bandwidth")
+    numbers = ("flops", "efficiency", "memory_bandwidth", "compute_slowdown")
     _check_keys("cluster", config, ("nodes", "ranks", "memory", "links", *numbers), needed=("nodes", "ranks", "memory"))
     for key in ("nodes", "ranks"):
         check_count(f"cluster.{key}", config[key])
@@ -140,7 +146,7 @@ def measure_links(out: Path | None) -> int:
 
 
 def _measured(device: torch.device) -> tuple[Cluster, str]:
-    """Return the cluster, and a comment on what was not measured."""
+    """Return the cluster, and a comment on what was not measured; of the device on rank 0, with defaults on others."""
     rank, world = dist.get_rank(), dist.get_world_size()
     hosts: list[Any] = [None] * world
     dist.all_gather_object(hosts, os.environ.get("GROUP_RANK", "") + socket.gethostname())
@@ -154,10 +160,12 @@ def _measured(device: torch.device) -> tuple[Cluster, str]:
         if all(times):
             links[kind] = Link(times[0], _LARGE / max(times[1] - times[0], 1e-9))
     note = "".join(f"# {kind}: not measured by these processes, the default\n" for kind in pairs if kind not in links)
-    flops, moved = _device_speeds(device)
+    dist.barrier()
+    speeds = _device_speeds(device) if rank == 0 else {}
+    speeds |= _slowdown(device)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     memory = memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // size
-    cluster = Cluster(nodes=len(nodes), ranks=size, memory=memory, flops=flops, memory_bandwidth=moved, **links)
+    cluster = Cluster(nodes=len(nodes), ranks=size, memory=memory, **speeds, **links)
     return cluster, note
 
 
@@ -246,12 +254,34 @@ def _there_and_back(partner: int | None, rank: int, size: int, device: torch.dev
     return float(seconds)
 
 
-def _device_speeds(device: torch.device) -> tuple[float, float]:
+def _device_speeds(device: torch.device) -> dict[str, Any]:
     """Flops per second of a large product, and bytes per second of a copy."""
     size = 8192 if device.type == "cuda" else 1024
     matrix = torch.zeros(size, size, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device)
     product = _timed(lambda: matrix @ matrix, device, rounds=5)
-    return 2 * size**3 / product, 2 * matrix.nbytes / _timed(matrix.clone, device, rounds=5)
+    return {
+        "flops": 2 * size**3 / product,
+        "memory_bandwidth": 2 * matrix.nbytes / _timed(matrix.clone, device, rounds=5),
+    }
+
+
+def _slowdown(device: torch.device) -> dict[str, float]:
+    """How many times as long rank 0 computes a layer while all ranks do as while the others wait; nothing on others.
+
+    Weights, gradients and activations of the layer are more than caches hold, so that they pass through memory.
+    """
+    width, length, dtype = (4096, 2048, torch.bfloat16) if device.type == "cuda" else (512, 128, torch.float32)
+    kind: dict[str, Any] = {"device": device, "dtype": dtype}
+    layer = nn.TransformerEncoderLayer(width, 8, 4 * width, 0.0, batch_first=True, norm_first=True, **kind)
+    hidden = torch.randn(4, length, width, requires_grad=True, **kind)
+    rank, solo, beside = dist.get_rank(), list[float](), list[float]()
+    for _ in range(_TURNS):
+        for computes, seconds in ((rank == 0, solo), (True, beside)):
+            dist.barrier()
+            if computes:
+                seconds.append(_timed(lambda: layer(hidden).sum().backward(), device, rounds=2))
+    ratios = [together / single for together, single in zip(beside, solo, strict=False)]  # none on other ranks
+    return {"compute_slowdown": max(median(ratios), 1.0)} if ratios else {}
 
 
 def _timed(call: Callable[[], object], device: torch.device, *, rounds: int) -> float:

@@ -45,7 +45,7 @@ from lightning_mm5d.tools.cli.job import STRATEGY, Job, durations, load
 from lightning_mm5d.tools.cli.terminal import check_writable, show, write
 from lightning_mm5d.tools.planner.activation_trace import Trace
 from lightning_mm5d.tools.planner.layout_costs import Cluster, LayoutCosts
-from lightning_mm5d.tools.planner.profile import Measured, measure
+from lightning_mm5d.tools.planner.profile import Measured, measure, measure_update
 from lightning_mm5d.tools.planner.rank_memory import span_of
 from lightning_mm5d.tools.planner.search import (
     Candidate,
@@ -74,7 +74,7 @@ def plan(arguments: Namespace, source: Source) -> None:
         cluster = Cluster(nodes=size // per_node, ranks=per_node, memory=_memory(arguments) or sys.maxsize)
     traced = tracer(job)
     with quiet():
-        scaled = partial(_scales, job, arguments, run)
+        scaled = partial(_scaled, job, arguments, run)
         search, replica_batch = search_of(job, cluster, arguments.batch, traced, scaled)
         layouts = search.best()
     if not layouts:
@@ -157,22 +157,22 @@ def _check_sources(arguments: Namespace) -> None:
         raise ConfigError(options[1], str(sources[options[1]]), rule, fix)
 
 
-def _scales(
-    job: Job, arguments: Namespace, run: MeasuredRun | None, costs: LayoutCosts
-) -> Mapping[str, Sequence[Measured]]:
-    """Measured over estimated time of each unit, of the modalities of which it is measured or given."""
+def _scaled(job: Job, arguments: Namespace, run: MeasuredRun | None, costs: LayoutCosts) -> LayoutCosts:
+    """The costs by what is measured or given."""
     if run is not None:
-        return measured_scales(run, job.plan, costs)
+        return replace(costs, scales=measured_scales(run, job.plan, costs), known={})
     told: dict[str, Sequence[Measured]] = {}
+    update: float | None = None
     if arguments.measure:
         assert job.module is not None
         if torch.cuda.is_available():
             job.module.to("cuda")
         parts = find(job.module, job.strategy.modalities)
         told |= measure(job.module, first_microbatch(job), parts, costs.rows)
+        update = measure_update(costs.step.states, costs.step.updated)
     else:
         told |= {name: [Measured(total)] for name, total in durations(arguments.cost, job.modalities).items()}
-    return costs.scales_of(told, loss_modality_of(job.modalities))
+    return costs.measured(told, loss_modality_of(job.modalities), update)
 
 
 def search_of(
@@ -180,7 +180,7 @@ def search_of(
     cluster: Cluster,
     batch: int | None,
     traced: Callable[[Plan], Trace],
-    scaled: Callable[[LayoutCosts], Mapping[str, Sequence[Measured]]] = lambda _: {},
+    scaled: Callable[[LayoutCosts], LayoutCosts] = lambda costs: costs,
     *,
     replicas: int | None = None,
 ) -> tuple[LayoutSearch, int]:
@@ -191,7 +191,7 @@ def search_of(
         cluster: its ranks.
         batch: samples of a step; those configured where unset.
         traced: as `tracer` returns it.
-        scaled: returns, for some modalities, the measured time of each unit over that which costs give it.
+        scaled: returns costs by what is measured.
         replicas: whose samples make a step where `batch` is unset; those of the configured layout, or as many as fit.
 
     Raises:
@@ -235,8 +235,7 @@ def search_of(
         }
         two = traced(plan_of(with_experts))
     rows = units(module, find(module, plan.modalities))
-    costs = LayoutCosts(cluster, step.trace, two, each, rows, step)
-    costs = replace(costs, scales=scaled(costs), known={})
+    costs = scaled(LayoutCosts(cluster, step.trace, two, each, rows, step))
     own_ranks = sum(modality.own_ranks_per_replica for modality in job.modalities.values())
     if replicas is None:
         fitting = job.modalities[loss].dp_size or max(cluster.size // own_ranks, 1)

@@ -319,6 +319,28 @@ class OptimizerStates:
             self._known[key] = self._tried(optimizer, group, shape, dtype)
         return self._known[key]
 
+    def optimizers_of(self, parameters: Mapping[str, nn.Parameter]) -> list[Optimizer]:
+        """Return optimizers of the same classes and settings, one for each group, that have other parameters.
+
+        Args:
+            parameters: by the names of those in whose place they are.
+
+        Raises:
+            TypeError: one cannot be made.
+        """
+        members: dict[int, list[str]] = {}
+        for name in filter(self._group_of.__contains__, parameters):
+            members.setdefault(id(self._group_of[name][1]), []).append(name)
+        return [self._probe(*self._group_of[names[0]], [parameters[n] for n in names]) for names in members.values()]
+
+    def _probe(self, optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+        probe = self._remade(optimizer, group, parameters)
+        if probe is None:
+            raise TypeError(type(optimizer))
+        if callable(train := getattr(probe, "train", None)):
+            train()
+        return probe
+
     def _tried(
         self, optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
     ) -> StateBytes | None:
@@ -344,11 +366,7 @@ class OptimizerStates:
         hollow = HollowTensors(watch)
         parameters = [nn.Parameter(hollow.of(torch.empty(shape, dtype=dtype, device="meta"))) for _ in range(count)]
         with hollow:
-            probe = self._remade(optimizer, group, parameters)
-            if probe is None:
-                raise TypeError(type(optimizer))
-            if callable(train := getattr(probe, "train", None)):
-                train()
+            probe = self._probe(optimizer, group, parameters)
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
             for _ in range(2):

@@ -8,9 +8,12 @@ A forward has the sums of tensor parallel ranks, the gather of keys and values o
 `cp_mode` but ``items``) and the exchanges of experts; so has its backward. Messages between stages take their time in
 the simulated step. Gradients are summed while the last backward runs, and rows of parameters are gathered before the
 step or after it, as the engine does. Each microbatch adds its gradients to those before, of which experts are taken to
-be most where layers have them. The update takes as long as the bytes that its operations read and write. The
-embedding's and the head's sums take no time. Later stages of the language model run the user's step up to its first
-layer again.
+be most where layers have them. The update takes as long as the bytes that its operations read and write, or their part
+of a measured update of all parameters. The embedding's and the head's sums take no time. Later stages of the language
+model run the user's step up to its first layer again.
+
+Ranks of a node compute at once. Where they share memory or cores, all that they compute takes `compute_slowdown` times
+as long as on a rank alone, on which layers and updates are measured.
 
 A message of n bytes takes ``alpha + n * beta`` seconds: alpha is the latency of a link, beta one over its bandwidth.
 There are two classes of links, inside a node and between nodes; a group that spans nodes goes at the pace of the
@@ -28,6 +31,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
+
+import torch
 
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.partition.costs import Unit, costed, step_costs
@@ -92,6 +97,8 @@ class Cluster:
         flops: floating-point operations per second of a device.
         efficiency: part of them that matrix products reach, above 0 and at most 1.
         memory_bandwidth: bytes per second that a device reads or writes.
+        compute_slowdown: how many times as long a device computes while all ranks of its node do as while it does
+            alone; 1 where they share nothing.
     """
 
     nodes: int
@@ -102,6 +109,7 @@ class Cluster:
     flops: float = 400e12
     efficiency: float = 1.0
     memory_bandwidth: float = 2e12
+    compute_slowdown: float = 1.0
 
     @property
     def size(self) -> int:
@@ -114,7 +122,8 @@ class Cluster:
 
     def seconds(self, flops: float, moved: float) -> float:
         """Return how long a device computes: products by its flops, all else by the bytes that it reads and writes."""
-        return flops / (self.flops * self.efficiency) + moved / self.memory_bandwidth
+        seconds = flops / (self.flops * self.efficiency) + moved / self.memory_bandwidth
+        return seconds * self.compute_slowdown
 
 
 _Messages = dict[tuple[StageKey, StageKey], tuple[Link, float]]
@@ -148,6 +157,7 @@ class LayoutCosts:
         rows: for each modality its units, by their parameters.
         step: what is known of a step beside the plan.
         scales: for each unit of some modalities its measured time over that of the roofline.
+        update_scale: the same for the step of the optimizers.
         known: units that were counted.
     """
 
@@ -158,6 +168,7 @@ class LayoutCosts:
     rows: Mapping[str, Sequence[Unit]]
     step: Step
     scales: Mapping[str, Sequence[Measured]] = field(default_factory=dict)
+    update_scale: float = 1.0
     known: dict[Any, list[Unit]] = field(default_factory=dict)
 
     def trace(self, modalities: Mapping[str, Modality], samples: float) -> Trace:
@@ -185,16 +196,24 @@ class LayoutCosts:
             self.known[key] = [self._unit(unit, *pair, modality, factor, scale) for unit, scale, pair in pairs]
         return self.known[key]
 
-    def scales_of(self, told: Mapping[str, Sequence[Measured]], loss_modality: str) -> dict[str, list[Measured]]:
-        """Return `scales` for seconds of each unit, or of all together, on one rank; `self` has none.
+    def measured(
+        self, told: Mapping[str, Sequence[Measured]], loss_modality: str, update: float | None = None
+    ) -> LayoutCosts:
+        """Return the costs by what is measured or given; `self` has no scales.
 
         A backward that was not measured, or that the roofline does not have, gets the scale of its forward.
+
+        Args:
+            told: for some modalities seconds of each unit, or of all together, on one rank that computes alone.
+            loss_modality: name of the language model.
+            update: seconds of the optimizers' step on all parameters there; None where only the roofline is known.
         """
         scales, trainable = {}, self.step.trainable
+        solo = replace(self, cluster=replace(self.cluster, compute_slowdown=1.0), known={})
         encoders = [unit for name, row in self.rows.items() if name != loss_modality for unit in row]
         passes_on = any(not trainable.isdisjoint(unit.costs) for unit in encoders)
         for name, seconds in told.items():
-            units = self.units(name, Modality(), self.samples)
+            units = solo.units(name, Modality(), self.samples)
             backwards = step_costs(units, trainable, passes_on and name == loss_modality)
             guessed = [Measured(unit.forward, both - unit.forward) for unit, both in zip(units, backwards, strict=True)]
             if len(seconds) == len(guessed):
@@ -203,7 +222,14 @@ class LayoutCosts:
             else:
                 forward, backward = (sum(part) for part in zip(*guessed, strict=True))
                 scales[name] = [_scale(seconds[0], Measured(forward, backward))] * len(guessed)
-        return scales
+        moved = sum(self._moved(name, tuple(p.shape), p.dtype) for name, p in self.step.updated.items())
+        update_scale = update / solo.cluster.seconds(0.0, moved) if update and moved else 1.0
+        return replace(self, scales=scales, update_scale=update_scale, known={})
+
+    def _moved(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Bytes that an optimizer reads and writes where a rank has a part of `shape`; 0 where they are not known."""
+        states = None if self.step.states is None else self.step.states.of(name, shape, dtype)
+        return 0 if states is None else states.moved
 
     def _unit(self, unit: Unit, use: UnitUse, two: UnitUse, modality: Modality, factor: float, scale: Measured) -> Unit:
         tp, cp, ep = modality.tp_size, modality.cp_size, modality.ep_size
@@ -281,7 +307,7 @@ class LayoutCosts:
 
     def _exchanged(self, plan: Plan, shards: DataShards, rank: int) -> tuple[float, float, float]:
         """Seconds in which a rank sums gradients, in which it updates and gathers, and of its last bucket's sum."""
-        updated = 0.0
+        moved = 0
         sums, scattered, gathered = (Counter[tuple[int, ...]]() for _ in range(3))  # bytes of groups
         names = {name for key in plan.topology.stages_of(rank) for name in plan.ownership.parameters[key]}
         for name in names - plan.tied:
@@ -299,13 +325,13 @@ class LayoutCosts:
                 size = math.prod(own_shape) * dtype.itemsize
             if name in self.step.trained:
                 sums[ranks] += size
-                states = None if self.step.states is None else self.step.states.of(name, own_shape, dtype)
-                updated += 0.0 if states is None else states.moved / self.cluster.memory_bandwidth
+                moved += self._moved(name, own_shape, dtype)
         link, bucket = self.cluster.link, self.step.bucket_bytes
         times = [(size, link(group).all_reduce(len(group), bucket)) for group, size in sums.items()]
         times += [(size, link(group).reduce_scatter(len(group), bucket)) for group, size in scattered.items()]
         smallest = max((min(size / bucket, 1) * each for size, each in times), default=0.0)
         rows = sum(size / bucket * link(group).all_gather(len(group), bucket) for group, size in gathered.items())
+        updated = self.cluster.seconds(0.0, moved) * self.update_scale
         return sum(size / bucket * each for size, each in times), updated + rows, smallest
 
     def _transfers(self, plan: Plan, messages: _Messages) -> Callable[[StageKey, StageKey], float]:

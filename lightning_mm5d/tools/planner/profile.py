@@ -1,4 +1,4 @@
-"""Measures the forward and the backward of each layer in a few runs of the user's own step.
+"""Measures the forward and the backward of each layer in a few runs of the user's own step, and the optimizers' step.
 
 Estimates compare layers of one modality. Only a run shows how many tokens of each modality pass and how fast a machine
 computes which shapes. The full module runs in one process, so a model that is too large for one is planned from the
@@ -32,6 +32,7 @@ from lightning_mm5d.partition.costs import Unit
 from lightning_mm5d.partition.parts import Parts
 from lightning_mm5d.partition.step_uses import Encoder, Structure
 from lightning_mm5d.sharded.removable import put
+from lightning_mm5d.tools.planner.hollow_tensors import OptimizerStates
 
 
 @contextmanager
@@ -123,6 +124,33 @@ def measure(
             backwards.append({name: _shared(row, *_backward_of(name, row, model, spent)) for name, row in rows.items()})
     forward, backward = medians(forwards[_WARMUP:]), medians(backwards[_WARMUP:])
     return {name: list(map(Measured, forward[name], backward[name])) for name in rows}
+
+
+def measure_update(states: OptimizerStates | None, parameters: Mapping[str, nn.Parameter]) -> float | None:
+    """Return the seconds of a step of the optimizers, the median of a few; None where they cannot be tried.
+
+    They step on copies of the parameters, with gradients of their own: nothing of the module changes.
+
+    Args:
+        states: the optimizers; None where they are not known.
+        parameters: that have a gradient, by name, on the device that is to be measured.
+    """
+    if states is None or not parameters:
+        return None
+    clock, seconds = _Clock(next(iter(parameters.values())).device), list[float]()
+    try:
+        copies = {name: nn.Parameter(torch.ones_like(parameter)) for name, parameter in parameters.items()}
+        for parameter in copies.values():
+            parameter.grad = torch.ones_like(parameter)
+        optimizers = states.optimizers_of(copies)
+        for _ in range(_WARMUP + _RUNS):
+            clock.spent = {}
+            for optimizer in optimizers:
+                clock.time("update", optimizer.step)
+            seconds.append(clock.spent.get("update", 0.0))
+    except Exception:  # whatever a class of somebody else's does with parameters that it did not expect
+        return None
+    return median(seconds[_WARMUP:])
 
 
 def _loss_of(result: Any) -> Tensor | None:

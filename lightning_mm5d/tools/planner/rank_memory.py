@@ -106,6 +106,11 @@ class Step:
         """Of these, the ones that get a gradient: a step may leave some out, as the last layer of a vision tower."""
         return self.trainable if self.trace is None else self.trainable & self.trace.reached
 
+    @cached_property
+    def updated(self) -> dict[str, nn.Parameter]:
+        """The parameters that get a gradient, each under its first name."""
+        return {name: parameter for name, parameter in self.module.named_parameters() if name in self.trained}
+
 
 class _Held(NamedTuple):
     """A parameter on one rank, in bytes.

@@ -36,6 +36,12 @@ def test_overheads_of_messages_are_optional_and_may_be_nothing(tmp_path: Path) -
     assert found.between.overhead == 0.0
 
 
+def test_ranks_slow_each_other_down_only_where_the_file_says_so(tmp_path: Path) -> None:
+    assert read(tmp_path, GOOD).compute_slowdown == 1.0
+    assert read(tmp_path, f"{GOOD}, compute_slowdown: 1.08").compute_slowdown == 1.08
+
+
+SLOWDOWN = "cluster.compute_slowdown: got 0.9. It is a number from 1 to 1000. Write for instance 1.05"
 LATENCY = "cluster.links.inside.latency: got 0. It is a number from 1e-12 to 1000. Write for instance 5e-6"
 
 
@@ -54,6 +60,9 @@ LATENCY = "cluster.links.inside.latency: got 0. It is a number from 1e-12 to 100
             f"{GOOD}, flops: 1e-300",
             "cluster.flops: got '1e-300'. It is a number from 1 to 1e+20. Write for instance 400e12",
         ),
+        (f"{GOOD}, compute_slowdown: 0.9", SLOWDOWN),
+        (f"{GOOD}, compute_slowdown: .inf", "cluster.compute_slowdown: got inf"),
+        (f"{GOOD}, compute_slowdown: true", "cluster.compute_slowdown: got True"),
         (f"{GOOD}, flops: .inf", "cluster.flops: got inf"),
         (f"{GOOD}, memory_bandwidth: .nan", "cluster.memory_bandwidth: got nan"),
         (f"{GOOD}, links: {{inside: {{latency: 0, bandwidth: 1}}}}", LATENCY),
@@ -80,7 +89,9 @@ def test_links_of_two_processes_are_measured_here(tmp_path: Path, capfd: pytest.
     assert 0 < found.inside.latency < 1
     assert found.inside.bandwidth > 1e6
     assert 0 <= found.inside.overhead < 1
-    assert yaml.safe_load(capfd.readouterr().out)["nodes"] == 1
+    written = yaml.safe_load(capfd.readouterr().out)
+    assert written["nodes"] == 1
+    assert written["compute_slowdown"] == found.compute_slowdown >= 1.0
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "nodes: [1"], ids=["nothing", "a list", "no YAML"])

@@ -60,4 +60,4 @@ def searching(
     job = Job(made, case.build(), modalities, OneBatch(name, samples))
     found = Cluster(nodes=1, ranks=ranks, memory=memory, **cluster)
     told = {key: list(map(Measured, seconds)) for key, seconds in (costs or {}).items()}
-    return search_of(job, found, None, tracer(job), lambda made: made.scales_of(told, case.modalities[-1]))[0]
+    return search_of(job, found, None, tracer(job), lambda made: made.measured(told, case.modalities[-1]))[0]

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_mm5d.config.groups import with_fields
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.partition.costs import Unit, step_costs
 from lightning_mm5d.tools.planner.activation_trace import Trace
-from lightning_mm5d.tools.planner.layout_costs import Cluster, Link
+from lightning_mm5d.tools.planner.layout_costs import Cluster, LayoutCosts, Link
 from lightning_mm5d.tools.planner.profile import Measured
 from lightning_mm5d.tools.planner.search import LayoutSearch
 from tools.planner.searches import searching
@@ -36,6 +37,12 @@ def test_a_group_over_nodes_goes_at_the_pace_of_the_links_between_them() -> None
 def test_devices_compute_products_by_flops_and_all_else_by_bytes() -> None:
     cluster = Cluster(nodes=1, ranks=1, memory=1, flops=100.0, efficiency=0.5, memory_bandwidth=10.0)
     assert cluster.seconds(100.0, 20.0) == pytest.approx(2 + 2)
+
+
+def test_devices_compute_longer_beside_each_other_and_messages_take_as_long() -> None:
+    cluster = Cluster(nodes=1, ranks=2, memory=1, flops=50.0, memory_bandwidth=10.0, inside=LINK, compute_slowdown=1.5)
+    assert cluster.seconds(100.0, 20.0) == pytest.approx(1.5 * (2 + 2))
+    assert cluster.link((0, 1)).message(20) == 3.0
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -113,8 +120,7 @@ def test_measured_backwards_scale_backwards_and_forwards_alone_scale_both(one: L
     plain = one.costs.units("language", Modality(), 2)
 
     def scaled(*seconds: Measured) -> list[Unit]:
-        scales = one.costs.scales_of({"language": seconds}, "language")
-        return replace(one.costs, scales=scales, known={}).units("language", Modality(), 2)
+        return one.costs.measured({"language": seconds}, "language").units("language", Modality(), 2)
 
     forward = sum(unit.forward for unit in plain)
     backward = sum(step_costs(plain, one.costs.step.trainable, False)) - forward
@@ -122,3 +128,40 @@ def test_measured_backwards_scale_backwards_and_forwards_alone_scale_both(one: L
         found = scaled(seconds)
         assert sum(unit.forward for unit in found) == pytest.approx(2 * forward)
         assert sum(step_costs(found, one.costs.step.trainable, False)) == pytest.approx(2 * forward + slower * backward)
+
+
+def test_what_a_rank_takes_that_computes_alone_takes_longer_beside_others(one: LayoutSearch) -> None:
+    cluster, plan = replace(one.costs.cluster, inside=Link(0.0, 1e30)), one.plan
+    alone = replace(one.costs, cluster=cluster, known={})
+    beside = replace(one.costs, cluster=replace(cluster, compute_slowdown=1.5), known={})
+
+    def step(costs: LayoutCosts) -> float:
+        return costs.step_time(plan, "1f1b", 2, 2, 2).seconds
+
+    assert step(beside) == pytest.approx(1.5 * step(alone), rel=1e-6)
+    told = {"language": [Measured(1.0, 2.0)] * len(one.costs.rows["language"])}
+    slower = step(beside.measured(told, "language", 5.0))
+    assert slower == pytest.approx(1.5 * step(alone.measured(told, "language", 5.0)), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("language", "part"),
+    [({"dp_size": 2}, 1.0), ({"dp_size": 2, "zero_stage": 1}, 0.5), ({"tp_size": 2}, 0.5), ({"pp_size": 2}, 0.5)],
+    ids=["replicas", "zero_stage 1", "tp_size 2", "pp_size 2"],
+)
+def test_a_rank_takes_its_part_of_a_measured_update_after_the_schedule(language: dict[str, int], part: float) -> None:
+    two = searching("llama", 2, inside=Link(0.0, 1e30), flops=1e9, memory_bandwidth=1e10)
+    plan = two.plan_of({"language": with_fields(two.plan.modalities["language"], **language)})
+
+    def costs(update: float) -> LayoutCosts:
+        return two.costs.measured({}, "language", update)
+
+    def step(update: float) -> float:
+        return costs(update).step_time(plan, "1f1b", 2, 2, 2).seconds
+
+    # what is not sharded, as norms, and the larger of two stages make it a little more than half
+    assert part <= (step(3.0) - step(1.0)) / 2.0 < part + 0.2 * (part < 1) + 1e-9
+    assert costs(3.0).timed(plan, 2).partition.units == costs(1.0).timed(plan, 2).partition.units  # orders stay
+    assert two.costs.measured({}, "language").step_time(plan, "1f1b", 2, 2, 2) == two.costs.step_time(
+        plan, "1f1b", 2, 2, 2
+    )

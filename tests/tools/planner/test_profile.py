@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d import ConfigError, Modality
+from lightning_mm5d.features.refusals.feature import remade
 from lightning_mm5d.partition.costs import units
 from lightning_mm5d.partition.find import find
-from lightning_mm5d.tools.planner.profile import measure, medians
+from lightning_mm5d.tools.planner.hollow_tensors import OptimizerStates
+from lightning_mm5d.tools.planner.profile import measure, measure_update, medians
 from zoo import CASES
 
 MODALITIES = {"vision": Modality(module="vision", boundary="vision"), "language": Modality()}
@@ -137,3 +140,49 @@ def test_boundaries_of_a_hugging_face_model_are_found() -> None:
 def test_the_median_of_the_runs_counts() -> None:
     runs = ({"vision": [0.001, 0.002]}, {"vision": [0.003, 0.003]}, {"vision": [0.001, 0.003]})
     assert medians(runs) == {"vision": [0.001, 0.003]}
+
+
+class SleepingSGD(torch.optim.SGD):
+    stepped: ClassVar[list[tuple[float, int]]] = []  # learning rates and numbers of parameters
+
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        self.stepped.append((group["lr"], len(group["params"])))
+        time.sleep(0.01)
+        super().step(closure)
+
+
+class BrokenSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("It steps on a friday only")
+
+
+class Optimized(Sleepers):
+    def __init__(self, kind: Callable[..., torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.kind = kind
+        self.vision.requires_grad_(False)
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        head = self.language.head
+        return [self.kind(self.language.layers.parameters(), lr=0.5), self.kind(head.parameters(), lr=0.25)]
+
+
+def updated(kind: Callable[..., torch.optim.Optimizer]) -> tuple[Optimized, float | None]:
+    module = Optimized(kind)
+    parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    return module, measure_update(OptimizerStates(module, remade), parameters)
+
+
+def test_all_optimizers_step_on_copies_of_their_parameters() -> None:
+    module, seconds = updated(SleepingSGD)
+    assert seconds is not None
+    assert seconds >= 2 * 0.01
+    assert set(SleepingSGD.stepped) == {(0.5, 2), (0.25, 2)}
+    assert all(torch.equal(layer[0].weight, torch.ones(2)) for layer in module.language.layers)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_an_optimizer_that_cannot_be_tried_is_not_measured() -> None:
+    assert updated(BrokenSGD)[1] is None
+    assert measure_update(None, {}) is None
