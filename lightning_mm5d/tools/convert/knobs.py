@@ -155,13 +155,12 @@ class Draft:
             if got is None:  # `entries` says so
                 continue
             knob = self._knobs[name]
-            kinds = {type(off) for off in knob.neutral}
-            if knob.rule and kinds & {bool, float} and type(got) not in kinds:
+            kinds, is_off = {type(off) for off in knob.neutral}, not got and any(off == 0 for off in knob.neutral)
+            if knob.rule and not is_off and kinds & {bool, float} and type(got) not in kinds:
                 rule = "It is a number" if float in kinds else "It is true or false"
                 raise self.refused(name, rule, f"Write {knob.neutral[0]}, for instance")
             if knob.ours and knob.ours[0] in _COUNTS:
                 self.count(name)
-            is_off = not got and any(off == 0 for off in knob.neutral)
             if is_off or any(got is off or (type(got) is type(off) and got == off) for off in knob.neutral):
                 self.leave(name, "always", "It asks for nothing")
             elif knob.effect == "mapped" and not knob.rule:

@@ -28,7 +28,7 @@ _P, _R, _M, _A = "parallel_config.", "recompute_config.", "parallel.", "model.mo
 _COMPILER = "It steers MindSpore's compiler"
 _MODES = (0, 1, "DATA_PARALLEL", "SEMI_AUTO_PARALLEL", "STAND_ALONE", "MANUAL_PARALLEL")
 _ANY_LAYOUT = "Checkpoints load into any layout without a file of it"
-_NO_RECOMPUTATION = (False, [], {})  # lists and mappings name layers or operations
+_NO_RECOMPUTATION: tuple[Any, ...] = (False, [], {})  # lists and mappings name layers or operations
 _WHOLE = "A part is computed again layer by layer: `full`, or `selective`"
 
 PARALLEL_CONFIG: tuple[Knob, ...] = (
