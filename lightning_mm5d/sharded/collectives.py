@@ -234,9 +234,10 @@ class TensorGroup:
         longest, dim = max(lengths), dim % full.dim()
         full = full.detach()
         if any(length != longest for length in lengths):
-            shards = full.new_zeros(self.size, *with_length(full.shape, dim, longest))
+            shards = full.new_empty(self.size, *with_length(full.shape, dim, longest))
             for shard, piece, length in zip(shards, full.split(list(lengths), dim), lengths, strict=True):
                 shard.narrow(dim, 0, length).copy_(piece)
+                shard.narrow(dim, length, longest - length).zero_()
         else:
             shards = full.unflatten(dim, (self.size, longest)).movedim(dim, 0).contiguous()
         local = shards.new_empty(shards.shape[1:])
