@@ -302,20 +302,6 @@ class TestMerge:
             merged = merge([{"y": torch.zeros(3)}, {"y": torch.ones(3)}], [4, 4])
         assert [y.tolist() for y in merged["y"]] == [[0, 0, 0], [1, 1, 1]]
 
-    @pytest.mark.parametrize(("rows", "is_told"), [((8, 4), True), ((8, 3), False), ((0, 0), False)])
-    def test_several_rows_for_each_sample_are_a_list_with_a_warning_that_says_how(
-        self, rows: tuple[int, int], is_told: bool
-    ) -> None:
-        outputs = [torch.full((count, 2), float(index)) for index, count in enumerate(rows)]
-        if not any(rows):
-            outputs[1] = torch.zeros(0, 3)
-        with pytest.warns(UserWarning, match="has no row for each sample") as caught:
-            merged = merge(outputs, [4, 2])
-        assert [tuple(part.shape) for part in merged] == [tuple(part.shape) for part in outputs]
-        assert (
-            "x.unflatten(0, (-1, 2)), if the rows of a sample follow each other" in str(caught[0].message)
-        ) == is_told
-
     def test_model_outputs_keep_their_type(self) -> None:
         from transformers.modeling_outputs import CausalLMOutput
 
