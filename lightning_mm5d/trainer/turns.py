@@ -18,7 +18,6 @@ replica that have read different samples (see `BatchProof`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import chain, islice
@@ -35,7 +34,7 @@ from torch import Tensor
 from lightning_mm5d.config.errors import RankMismatchError, private
 from lightning_mm5d.data.random_state import CPU
 from lightning_mm5d.monitor.verdict import named
-from lightning_mm5d.sharded.collectives import of_all_ranks
+from lightning_mm5d.sharded.collectives import join_late, of_all_ranks
 from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.trainer.checkpoints import Checkpoints
 from lightning_mm5d.trainer.guard import position
@@ -43,8 +42,6 @@ from lightning_mm5d.trainer.process_group import decided
 
 _PLACE = 4
 """numbers that say where a rank is"""
-_MEETS_S = 2.0
-"""how long a rank that was interrupted waits for those that begin a batch"""
 
 
 class BatchProof(Protocol):
@@ -137,15 +134,13 @@ class Turns(Removable):
 
         It waits for them, but not for long: they may wait for this rank elsewhere.
         """
-        progress, by_time = self._loop.batch_progress.current, private(self._trainer, "_val_check_time_interval")
+        progress: Any = self._loop.batch_progress.current
+        by_time = private(self._trainer, "_val_check_time_interval")
         if self._group is None or self._agrees or progress.ready != progress.processed or by_time is not None:
             return
         told = dist.get_world_size(self._group) + self._trainer.global_rank + 1
         agreed = self._slots(told, False, [0] * _PLACE, [proof.slots() for proof in self.proofs])
-        work = dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        end = time.monotonic() + _MEETS_S
-        while not work.is_completed() and time.monotonic() < end:
-            time.sleep(0.01)
+        join_late(agreed, self._group)
 
     @staticmethod
     def _slots(told: int, save_failed: bool, place: list[int], numbers: list[list[int]]) -> Tensor:
