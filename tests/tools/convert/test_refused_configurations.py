@@ -102,6 +102,7 @@ def test_from_config_refuses_what_results_depend_on_and_warns_of_the_rest() -> N
         ("parallel = open('/tmp/never').write('x')", "no `parallel"),
         ("paralel = dict(pipeline=2)", "Did you mean 'paralel' to be 'parallel'?"),
         ("HybridParallelPlugin(**sizes)", "only a run could tell"),
+        ("HybridParallelPlugin(tp_size=1, pp_size=1, max_norm=...)", "Line 1 computes it"),
         ("HybridParallelPlugin(tp_size=1, pp_size=1)\nHybridParallelPlugin(tp_size=2, pp_size=1)", "several plugins"),
         ("parallel = (", "It is no Python"),
         ("(" * 500 + ")" * 500, "It is no Python"),
