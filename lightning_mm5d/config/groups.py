@@ -409,6 +409,12 @@ def dataclass_of(field: str, kind: type[T], options: Mapping[str, Any]) -> T:
     Raises:
         ConfigError: there is no such field.
     """
+    refuse_unknown_fields(field, kind, options)
+    return kind(**options)
+
+
+def refuse_unknown_fields(field: str, kind: type, options: Mapping[str, Any]) -> None:
+    """Refuse names that no field of a dataclass has; raise ConfigError like `dataclass_of`."""
     for name, value in options.items():
         if name not in (names := names_of(kind)):
             inner = [path_of(key) for group in OF_MODALITY if group in names for key in names_of(OF_MODALITY[group])]
@@ -421,7 +427,22 @@ def dataclass_of(field: str, kind: type[T], options: Mapping[str, Any]) -> T:
             if head in names and tail in types:  # what a parser of options could not put into the field
                 rule, fix = "It is of another type", f"Write a value of {types[tail]}"
             raise ConfigError(f"{field}.{name}", value, rule, fix)
-    return kind(**options)
+
+
+def _name_unknown_fields(kind: type) -> None:
+    """Have the constructor of a dataclass refuse an unknown field as `dataclass_of` does."""
+    constructor = kind.__init__  # type: ignore[misc]
+
+    @wraps(constructor)
+    def construct(self: object, **options: Any) -> None:
+        refuse_unknown_fields(kind.__name__, kind, options)
+        constructor(self, **options)
+
+    kind.__init__ = construct  # type: ignore[misc]
+
+
+for _kind in (PipelineTemplate, *OF_MODALITY.values(), *OF_STRATEGY.values()):
+    _name_unknown_fields(_kind)
 
 
 def accepts_mappings(kind: type[T]) -> type[T]:
@@ -440,6 +461,7 @@ def accepts_mappings(kind: type[T]) -> type[T]:
             value = {} if given.get(group) is None else given[group]
             if isinstance(value, Mapping) and set(value).issubset(names_of(each)):
                 given[group] = each(**value)
+        refuse_unknown_fields(kind.__name__, kind, given)
         constructor(self, **given)
 
     # parsers of command lines take names and types from here

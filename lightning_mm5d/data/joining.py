@@ -164,10 +164,16 @@ def _merge_tensors(outputs: list[torch.Tensor], samples: Sizes, where: str, tell
     if all(torch.equal(output, first) for output in outputs):
         return first
     if tells and first.ndim:
+        (each, rest), *others = {
+            divmod(len(output), max(size, 1)) for output, size in zip(outputs, samples, strict=True)
+        }
+        is_multiple = each > 1 and not rest and not others  # by chance, or in an order of rows that nothing tells
+        example = f" (x.unflatten(0, (-1, {each})), if the rows of a sample follow each other)" if is_multiple else ""
         _warn(
             where,
             f"a tensor of {tuple(first.shape)} for {samples[0]} samples, has no row for each sample, and becomes a "
-            "list of those of the microbatches. Return a row for each sample, or set num_microbatches: 1",
+            f"list of those of the microbatches. Return a row for each sample{example}, or set "
+            "num_microbatches: 1",
         )
     return outputs
 

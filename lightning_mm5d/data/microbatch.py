@@ -16,8 +16,10 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 
@@ -34,6 +36,7 @@ from lightning_mm5d.data.packed_images import (
     owns_other_rows,
     packed_rows,
 )
+from lightning_mm5d.data.random_state import seeded
 from lightning_mm5d.layout.layout import even_lengths
 
 # Where tensors disagree on dim 0, the first of these names on which they do agree says what a sample is.
@@ -337,6 +340,48 @@ def copied(batch: Any) -> Any:
     """Return ``batch`` with new containers of the same tensors and other leaves."""
     children = children_of(batch)
     return rebuilt(batch, [copied(child) for _, child in children]) if children else batch
+
+
+class RepeatedItems(Iterator):
+    """Gives the items of an iterator from a place on, which are taken once for a batch; after it, what is left.
+
+    The first run of a step gets an item as it is, later ones a copy as it was.
+
+    Args:
+        source: the iterator.
+        draws: lives as long as the batch; has its ``items`` by the id of this object, and its ``random_key``.
+
+    Attributes:
+        place: of the next item in the batch.
+    """
+
+    def __init__(self, source: Any, draws: Any) -> None:
+        self.source, self.place, self._draws = source, 0, ref(draws)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source":  # a copy that has none yet
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __next__(self) -> Any:
+        if (draws := self._draws()) is None:
+            return next(self.source)
+        items = draws.items.setdefault(id(self), [])
+        if self.place < len(items):
+            self.place += 1
+            return with_tensors(copied(items[self.place - 1]), _cloned)
+        with nullcontext() if draws.random_key is None else seeded(*draws.random_key, "iterator", len(items)):
+            item = next(self.source)  # again at its end, which stays
+        self.place += 1
+        items.append(with_tensors(copied(item), _cloned))
+        return item
+
+
+def _cloned(_: Any, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.requires_grad else tensor.clone()
 
 
 def _plan(batch: Any, samples: int, ends: list[int], tokens: PackedTokens) -> dict[Path, _Cut]:

@@ -399,9 +399,10 @@ class HookWrites(Attached):
         for number, optimizer in enumerate(self._trainer.optimizers):
             for group, options in enumerate(optimizer.param_groups):
                 where = f"of group {group} of optimizer {number}"
-                others |= {
-                    ("setting", f"{name} {where}"): value for name, value in options.items() if type(value) in _NUMBERS
-                }
+                for name, value in options.items():
+                    if type(value) in _NUMBERS or isinstance(value, Tensor):
+                        setting = _Buffer(value) if isinstance(value, Tensor) else value
+                        others["setting", f"{name} {where}"] = setting
         for path, module, read in self._read:
             for name in vars(module).keys() & read:
                 if type(value := vars(module)[name]) in _NUMBERS:

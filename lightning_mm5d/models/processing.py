@@ -116,12 +116,17 @@ class MultimodalProcessor:
         if not tokenizer.is_fast:
             rule = "What the assistant says is found by the places of tokens, which fast tokenizers alone tell"
             raise ConfigError("tokenizer", type(tokenizer).__name__, rule, "Load it by AutoTokenizer")
-        if others := {*processors, *(tokens or {})} ^ set(self.config.encoders):
-            rule = f"There is one processor for each modality of the model: {', '.join(self.config.encoders)}"
-            raise ConfigError("processors", sorted(processors), rule, f"Add or remove {min(others)!r}")
+        names, tokens = set(self.config.encoders), tokens or {}
+        for field, given, others in (
+            ("processors", processors, names ^ {*processors}),
+            ("tokens", tokens, {*tokens} - {*processors}),
+        ):
+            if others:
+                rule = f"There is one for each modality of the model: {', '.join(self.config.encoders)}"
+                raise ConfigError(field, sorted(given), rule, f"Add or remove {min(others)!r}")
         self.tokenizer, self.frames = tokenizer, frames
         self.processors: dict[str, Processor] = {n: plain_processor(n, p) for n, p in processors.items()}
-        self.tokens = {name: (tokens or {}).get(name, f"<|{name}|>") for name in processors}
+        self.tokens = {name: tokens.get(name, f"<|{name}|>") for name in processors}
         self.token_ids = _add_tokens(tokenizer, self.tokens)
         if tokenizer.chat_template is None:
             tokenizer.chat_template = default_template(tokenizer)

@@ -357,6 +357,8 @@ class Monitor:
         patience = cause["patience"] + (3.0 if self._rank == 0 else 0.0)
         if self._rank == 0 and passed > cause["patience"] + 1.0 and not self._left:
             self._end_children()
+        if self._left and look.wait is not None and passed > cause["patience"] and self._is_alone():
+            self._exit(error)
         if look.wait is not None and look.wait.operation == "check" and not self._interrupted:
             self._interrupt(type(error))  # it polls
         elif look.wait is not None and now - look.wait.since > INTERVAL_S:
@@ -381,6 +383,14 @@ class Monitor:
             if child.poll() is None and not (self.board is not None and self._has_left(rank)):
                 child.kill()
 
+    def _is_alone(self) -> bool:
+        """Whether all other ranks are processes of this machine that are gone."""
+        entries = {} if self.board is None else self.board.entries
+        return len(entries) == self._world_size and all(
+            rank == self._rank or (entry["machine"] == machine() and state_of(entry["pid"]) == "gone")
+            for rank, entry in entries.items()
+        )
+
     def _has_left(self, rank: int) -> bool:
         assert self.board is not None
         entry = self.board.entries.get(rank)
@@ -389,6 +399,10 @@ class Monitor:
     def _exit(self, error: BaseException) -> None:
         if self._unprinted is not None:
             _print("".join(traceback.format_exception(self._unprinted)).rstrip())
+        if self._left and self._seen.place.call:
+            _print(
+                f"{self._seen.place.where} waits for ranks that have ended or wait elsewhere, and is left unfinished"
+            )
         _print(f"{type(error).__name__}: {error}")
         if self.cause is not None:
             self._report(self.cause)

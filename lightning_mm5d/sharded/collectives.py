@@ -15,6 +15,7 @@ Which backend carries tensors between ranks, where its messages live, and which 
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -234,9 +235,10 @@ class TensorGroup:
         longest, dim = max(lengths), dim % full.dim()
         full = full.detach()
         if any(length != longest for length in lengths):
-            shards = full.new_zeros(self.size, *with_length(full.shape, dim, longest))
+            shards = full.new_empty(self.size, *with_length(full.shape, dim, longest))
             for shard, piece, length in zip(shards, full.split(list(lengths), dim), lengths, strict=True):
                 shard.narrow(dim, 0, length).copy_(piece)
+                shard.narrow(dim, length, longest - length).zero_()
         else:
             shards = full.unflatten(dim, (self.size, longest)).movedim(dim, 0).contiguous()
         local = shards.new_empty(shards.shape[1:])
@@ -310,6 +312,17 @@ class TensorGroup:
 
     def description(self) -> None:
         """What a peer needs to know to find its own group of this kind: nothing."""
+
+
+_JOINS_S = 2.0
+
+
+def join_late(flags: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Take part in an `all_reduce` of maxima in which other ranks may wait; wait for them, but two seconds at most."""
+    work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=group, async_op=True)
+    end = time.monotonic() + _JOINS_S
+    while not work.is_completed() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def with_length(shape: Sequence[int], dim: int, length: int) -> list[int]:

@@ -42,6 +42,7 @@ from lightning_mm5d.data.lazy import on_device
 from lightning_mm5d.layout.layout import even_lengths
 from lightning_mm5d.sharded.class_operations import check_targets
 from lightning_mm5d.sharded.collectives import TensorGroup, differentiable, message_device, padded, view, with_length
+from lightning_mm5d.sharded.kept_results import unseen
 from lightning_mm5d.sharded.tensor import Group, Sharded, Sharding, as_sharded, from_local
 from lightning_mm5d.sharded.torch_internals import is_view
 
@@ -125,7 +126,8 @@ class TokenSplit:
     def cached(self, name: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` made of this split the first time, for as long as the split lives."""
         if name not in self._memo:
-            with torch.inference_mode(False):  # autograd may meet it later
+            # autograd may meet it later, and a forward that runs again finds it
+            with torch.inference_mode(False), unseen():
                 self._memo[name] = make()
         return self._memo[name]
 

@@ -97,6 +97,39 @@ def sendable(name: str, value: Any) -> Any:
     return value
 
 
+def with_sendable_fields(name: str, result: Any) -> Any:
+    """Return the result `name`, with what stands for them in place of those of its fields that cannot cross."""
+    if not isinstance(result, Mapping):
+        return result
+    sent = {key: sendable(f"{name}().{key}", value) for key, value in result.items()}
+    if all(value is result[key] for key, value in sent.items()):
+        return result
+    return type(result)(**sent) if all(isinstance(key, str) for key in sent) else sent
+
+
+class UnsendableError(ValueError):
+    """A tree holds a value that cannot cross to other ranks.
+
+    Args:
+        kind: name of its type.
+
+    Attributes:
+        path: of the value in the tree.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.kind, self.path = kind, list[Any]()
+
+    def __str__(self) -> str:
+        names = ".".join(step for step in self.path if isinstance(step, str))
+        fix = ". Call the model with use_cache=False, or return its logits" if self.kind.endswith("Cache") else ""
+        return (
+            f"a value of type {self.kind}{f' in {names!r}' if names else ''} cannot be sent to other ranks; tensors, "
+            f"arrays, numbers, strings, bytes, paths, dicts, lists, tuples, sets and dataclasses of these can{fix}"
+        )
+
+
 class Packer:
     """Collects trees into one list of distinct tensors.
 
@@ -163,17 +196,23 @@ class Packer:
             entries = (
                 tree.items() if isinstance(tree, Mapping) else ((f.name, getattr(tree, f.name)) for f in fields(tree))
             )
-            return {"c": _class_name(tree), "d": [[key, self.describe(value)] for key, value in entries]}
+            return {"c": _class_name(tree), "d": [[key, self._entry(key, value)] for key, value in entries]}
         if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-            return {"c": _class_name(tree), "l": [self.describe(value) for value in tree]}
+            named = zip(tree._fields, tree, strict=True)
+            return {"c": _class_name(tree), "l": [self._entry(key, value) for key, value in named]}
         if isinstance(tree, (list, tuple)):
             return {"u" if isinstance(tree, tuple) else "l": [self.describe(value) for value in tree]}
         if isinstance(tree, Mapping):
-            return {"d": [[_key(key), self.describe(value)] for key, value in tree.items()]}
-        raise ValueError(
-            f"a value of type {type(tree).__name__} cannot be sent to other ranks; tensors, arrays, numbers, strings, "
-            "bytes, paths, dicts, lists, tuples, sets and dataclasses of these can"
-        )
+            return {"d": [[_key(key), self._entry(key, value)] for key, value in tree.items()]}
+        raise UnsendableError(type(tree).__name__)
+
+    def _entry(self, key: Any, value: Any) -> Any:
+        """The description of a value in a container, which an error names."""
+        try:
+            return self.describe(value)
+        except UnsendableError as error:
+            error.path.insert(0, key)
+            raise
 
     def _describe_sharded(self, tensor: Sharded) -> Any:
         if id(tensor) not in self._index:

@@ -46,7 +46,7 @@ from lightning_mm5d.sharded.remote_value import (
 )
 from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.sharded.tensor import Sharded, from_local
-from lightning_mm5d.stage.payload import Packer, Path, map_tensors, rebuild, tensors_in
+from lightning_mm5d.stage.payload import Packer, Path, map_tensors, rebuild, tensors_in, with_sendable_fields
 from lightning_mm5d.stage.taps import mark_dependent, mark_stand_in
 from lightning_mm5d.stage.view import Received, StageError, StandIn
 
@@ -183,7 +183,7 @@ class ShapeMemory:
         others = tuple(repr(value) for value in (*args, *kwargs.values()) if isinstance(value, (int, float, str)))
         key = (id(module), signature, others, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
         if key not in self._known:
-            result = self.computed(module, original, args, kwargs)
+            result = with_sendable_fields(type(module).__name__, self.computed(module, original, args, kwargs))
             packer = Packer()
             description = packer.describe(result)
             self._known[key] = description, [(t.shape, t.dtype, t.device) for t in packer.tensors]

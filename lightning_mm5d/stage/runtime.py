@@ -20,7 +20,7 @@ from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.sharded.tensor import Group
 from lightning_mm5d.stage.deferred import Deferred
-from lightning_mm5d.stage.payload import sendable
+from lightning_mm5d.stage.payload import with_sendable_fields
 from lightning_mm5d.stage.remote import UserHooks
 from lightning_mm5d.stage.taps import Tap, Trace, tap_points, watched_modules
 from lightning_mm5d.stage.view import StageError, StageView, StandIn
@@ -198,15 +198,14 @@ class Runtime:
             stack.enter_context(shared.replaying())
         return stack
 
-    def read_fields(self, boundary: str, result: Any) -> Any:
-        """Return `result` of a boundary without the fields that no caller reads, and without what cannot be sent."""
-        fields = self.wanted[boundary]
+    def read_fields(self, path: str, result: Any) -> Any:
+        """Return the result of a call without what cannot be sent; of a boundary also without what no caller reads."""
+        fields = self.wanted.get(path)
         if not isinstance(result, Mapping):
             return result
-        if fields is None or not fields.issubset(result):
-            sent = {name: sendable(f"{boundary}().{name}", value) for name, value in result.items()}
-            return result if all(value is result[name] for name, value in sent.items()) else type(result)(**sent)
-        return type(result)(**{name: value for name, value in result.items() if name in fields})
+        if fields is not None and fields.issubset(result):
+            result = type(result)(**{name: value for name, value in result.items() if name in fields})
+        return with_sendable_fields(path, result)
 
 
 def check_used(

@@ -53,7 +53,14 @@ def _on_parts(method: Callable[..., T]) -> Callable[..., T]:
     def called(self: CheckpointStrategy, *args: Any, **kwargs: Any) -> T:
         session, use = self._session, f"strategy.{method.__name__}()"
         with nullcontext() if session is None else session.guard.suspended(use):
-            return method(self, *args, **kwargs)
+            try:
+                return method(self, *args, **kwargs)
+            except RuntimeError as error:  # of a connection, in a callback that saves after a failure
+                cause = None if self._guard is None else self._guard.monitor.cause
+                if cause is None or not (type(error) is RuntimeError or isinstance(error, dist.DistError)):
+                    raise
+                what = f"{use} needs all ranks, and others have ended, so that no checkpoint is written"
+                raise RankLostError(f"{what}: {cause['line']}") from error
 
     return called
 

@@ -70,6 +70,7 @@ class Guard:
         watchdog: seconds that one call may wait for other ranks.
         traffic: what the session does: ``stages``, ``action``, ``thread``, ``unsent`` and ``due``.
         wake: ends waits of the session with an error of this text.
+        interrupt: has ranks that begin a batch end there, after an interrupt of this one.
         children: processes that this one started, by rank.
         reports: where the first cause goes, for a process that only waits for the ranks; None where there is none.
 
@@ -86,11 +87,12 @@ class Guard:
         *,
         traffic: Callable[[], dict[str, Any]],
         wake: Callable[[str], None],
+        interrupt: Callable[[], None],
         children: Callable[[], Mapping[int, Popen[Any]]],
         reports: Connection | None,
     ) -> None:
         self._trainer, self._rank, self._traffic = trainer, rank, traffic
-        self._children, self._reports = children, reports
+        self._interrupt, self._children, self._reports = interrupt, children, reports
         self._is_own = False  # whether the run ends by an error of this rank
         self.monitor = Monitor(
             rank,
@@ -140,7 +142,9 @@ class Guard:
             return None
         if isinstance(error, KeyboardInterrupt):  # all ranks raise it, and Lightning ends them
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            monitor.blame("interrupt", f"rank {self._rank} was interrupted by SIGINT")
+            if not error.args and monitor.cause is None:
+                self._interrupt()
+            monitor.blame("interrupt", str(error) or f"rank {self._rank} was interrupted by SIGINT")
             return None
         if isinstance(error, SIGTERMException):
             self._end_by_sigterm(error)

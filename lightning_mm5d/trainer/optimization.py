@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_mm5d.checkpoint.optimizer_state import drop_remote_state, names_of
 from lightning_mm5d.config.errors import ConfigError
@@ -478,3 +479,15 @@ def _follows_loss(optimizer: Optimizer) -> bool:
     """Whether an optimizer looks at the loss that its closure returns."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return any(cls.__name__ == "LBFGS" for cls in type(inner).__mro__)
+
+
+def setting_holders(module: pl.LightningModule) -> list[dict[str, Any]]:
+    """Return the groups of optimizers, and the attributes of schedulers, also of those that others hold."""
+    schedulers = [config.scheduler for config in module.trainer.lr_scheduler_configs]
+    schedulers += [value for value in vars(module).values() if isinstance(value, LRScheduler)]
+    for scheduler in schedulers:
+        for value in getattr(scheduler, "__dict__", {}).values():  # as of a SequentialLR
+            inner = value if isinstance(value, list | tuple) else [value]
+            schedulers += [each for each in inner if isinstance(each, LRScheduler) and each not in schedulers]
+    groups = [group for optimizer in module.trainer.optimizers for group in optimizer.param_groups]
+    return [*groups, *(vars(scheduler) for scheduler in schedulers if hasattr(scheduler, "__dict__"))]

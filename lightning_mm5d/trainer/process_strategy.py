@@ -255,6 +255,7 @@ class ProcessStrategy(ParallelStrategy, ABC):
             self._watchdog.total_seconds(),
             traffic=self._traffic,
             wake=self._stop_waiting,
+            interrupt=self._interrupt,
             children=self._children,
             reports=reports,
         )
@@ -268,6 +269,10 @@ class ProcessStrategy(ParallelStrategy, ABC):
     def _stop_waiting(self, why: str) -> None:
         if self._session is not None:
             self._session.abort(why)
+
+    def _interrupt(self) -> None:
+        if self._session is not None:
+            self._session.turns.interrupt()
 
     def _children(self) -> Mapping[int, Popen[Any]]:
         """Processes of the ranks that this one started."""

@@ -7,6 +7,9 @@ Lightning broadcasts inside of its handler of SIGTERM. That meets whatever colle
 with it or take its place. Here the handler notes the signal only. The ranks agree at the start of each batch, where
 Lightning asks rank 0; then all of them raise `SIGTERMException` at the same place, so that callbacks can still save.
 
+A rank that SIGINT has interrupted between two steps, as in a hook, says so to those that begin the next batch. All of
+them raise `KeyboardInterrupt` there, with the parameters of the same step.
+
 The agreement uses a group of its own, so that a call that only some ranks make (a checkpoint, a log) never meets it.
 
 It refuses ranks that are not in the same batch, which would mix the gradients of different batches, and ranks of one
@@ -26,15 +29,19 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 
 from lightning_mm5d.config.errors import RankMismatchError, private
 from lightning_mm5d.data.random_state import CPU
 from lightning_mm5d.monitor.verdict import named
-from lightning_mm5d.sharded.collectives import of_all_ranks
+from lightning_mm5d.sharded.collectives import join_late, of_all_ranks
 from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.trainer.checkpoints import Checkpoints
 from lightning_mm5d.trainer.guard import position
 from lightning_mm5d.trainer.process_group import decided
+
+_PLACE = 4
+"""numbers that say where a rank is"""
 
 
 class BatchProof(Protocol):
@@ -81,7 +88,7 @@ class Turns(Removable):
         self.proofs: list[BatchProof] = []
         self._trainer, self._group = trainer, group
         self._steps_together = predicts_together if trainer.predicting else steps_together
-        self._terminates = False
+        self._terminates, self._agrees = False, False
         self._connector = private(trainer, "_signal_connector")
         self._loop = trainer.fit_loop.epoch_loop
         private(self._connector, "_sigterm_notifier_fn")
@@ -122,6 +129,23 @@ class Turns(Removable):
             )
             raise error
 
+    def interrupt(self) -> None:
+        """Have ranks that begin a batch end there, where this one has left no step half-finished.
+
+        It waits for them, but not for long: they may wait for this rank elsewhere.
+        """
+        progress: Any = self._loop.batch_progress.current
+        by_time = private(self._trainer, "_val_check_time_interval")
+        if self._group is None or self._agrees or progress.ready != progress.processed or by_time is not None:
+            return
+        told = dist.get_world_size(self._group) + self._trainer.global_rank + 1
+        agreed = self._slots(told, False, [0] * _PLACE, [proof.slots() for proof in self.proofs])
+        join_late(agreed, self._group)
+
+    @staticmethod
+    def _slots(told: int, save_failed: bool, place: list[int], numbers: list[list[int]]) -> Tensor:
+        return torch.tensor([told, save_failed, *place, *(-value for value in place), *chain(*numbers)], device=CPU)
+
     def begin_evaluation_batch(self) -> None:
         """Agree at the start of an evaluation batch; Lightning raises after the batch. Collective.
 
@@ -157,16 +181,18 @@ class Turns(Removable):
         stage = list(RunningStage).index(self._trainer.state.stage) if self._trainer.state.stage is not None else -1
         place = [stage, epoch, batch, int(in_step)]
         told = rank + 1 if self._terminates else 0
-        slots = [told, save_failed, *place, *(-value for value in place)]
         numbers = [proof.slots() for proof in self.proofs]
-        agreed = torch.tensor([*slots, *chain(*numbers)], device=CPU)
+        agreed, self._agrees = self._slots(told, save_failed, place, numbers), True
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
         told, save_failed, *bounds = agreed.tolist()
+        if (interrupted := told - dist.get_world_size(self._group)) > 0:
+            raise KeyboardInterrupt(f"rank {interrupted - 1} was interrupted by SIGINT")
         if bounds[: len(place)] != [-value for value in bounds[len(place) : 2 * len(place)]]:
             raise RankMismatchError(self._differences(place))
         rest = iter(bounds[2 * len(place) :])
         for proof, proof_slots in zip(self.proofs, numbers, strict=True):
             proof.check([*islice(rest, len(proof_slots))], self._group)
+        self._agrees = False
         self._raise_failed_save(save_failed)
         return told - 1 if told else None
 

@@ -12,17 +12,15 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.joining import BatchNumber
-from lightning_mm5d.data.microbatch import Microbatch, copied, with_tensors
-from lightning_mm5d.data.random_state import generator_states, is_iterator, put_generators_back, seeded
+from lightning_mm5d.data.microbatch import Microbatch, RepeatedItems, copied, with_tensors
+from lightning_mm5d.data.random_state import generator_states, is_iterator, put_generators_back
 from lightning_mm5d.engine.codec import TreeChannel
 from lightning_mm5d.engine.engine import READS_SHARDS
 from lightning_mm5d.engine.step import Scope
@@ -33,6 +31,7 @@ from lightning_mm5d.stage.payload import Packer, detached, map_tensors, unsharde
 from lightning_mm5d.trainer.kept_values import LONG, KeptValues, is_own
 from lightning_mm5d.trainer.logs import LogCapture, LogOptions, MergedLog, read_by
 from lightning_mm5d.trainer.metrics import MetricSync
+from lightning_mm5d.trainer.optimization import setting_holders
 from lightning_mm5d.trainer.own_backwards import StepBackwards
 
 if TYPE_CHECKING:
@@ -187,6 +186,25 @@ Context = Callable[[], AbstractContextManager[Any]]
 Watch = Callable[[Microbatch], AbstractContextManager[Any]]
 
 
+class _Cell:
+    """A number in a tensor, as ``lr=torch.tensor(0.1)``, which a step may change in place."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version, self.value = tensor, tensor._version, tensor.detach().clone()
+
+    def is_changed(self, now: Any) -> bool:
+        return now is not self.tensor or now._version != self.version
+
+    def fill(self, value: Any) -> Any:
+        """Return `value`, of a tensor the own one with its number; of this cell with the number from before."""
+        if not isinstance(number := self.value if value is self else value, Tensor):
+            return number
+        with torch.no_grad():
+            self.tensor.copy_(number)
+        self.version = self.tensor._version if value is self else -1
+        return self.tensor
+
+
 class OptimizerSettings:
     """Numbers in the groups of optimizers, and of schedulers, that `training_step` changes: ``group["lr"] *= 0.5``.
 
@@ -200,7 +218,7 @@ class OptimizerSettings:
 
     def __init__(self, module: LightningModule, step: str) -> None:
         puts_back = step == "training_step" and module.automatic_optimization
-        self._before = [(owner, _numbers(owner)) for owner in (_holders(module) if puts_back else ())]
+        self._before = [(owner, _numbers(owner)) for owner in (setting_holders(module) if puts_back else ())]
         self._left, self.of_batch = list[dict[str, Any]](), dict[int, dict[str, Any]]()
 
     @contextmanager
@@ -215,15 +233,13 @@ class OptimizerSettings:
     def take(self) -> list[dict[str, Any]]:
         """Return what the microbatch that is computed has changed so far."""
         return [
-            {name: _copied_row(owner[name]) for name, value in before.items() if _differ(owner.get(name, value), value)}
-            for owner, before in self._before
+            {name: _copied_value(owner[name]) for name in _changed(owner, before)} for owner, before in self._before
         ]
 
     def put(self, state: list[dict[str, Any]]) -> None:
         """Go on with the microbatch that `take` returned `state` of."""
         for (owner, before), left in zip(self._before, state, strict=True):
-            changed = {name: value for name, value in before.items() if _differ(owner.get(name, value), value)}
-            owner.update({name: _copied_row(value) for name, value in (changed | left).items()})
+            self._set(owner, before, {name: before[name] for name in _changed(owner, before)} | left)
 
     def end(self) -> None:
         """The latest run has come to the end of the step."""
@@ -232,39 +248,43 @@ class OptimizerSettings:
     def apply(self, settings: Mapping[int, Mapping[str, Any]]) -> None:
         """Put those of a batch in place, `of_batch` on the rank where its step ends."""
         for index, numbers in settings.items():
-            self._before[index][0].update(numbers)
+            self._set(*self._before[index], numbers)
 
-
-def _holders(module: LightningModule) -> list[dict[str, Any]]:
-    """The groups of optimizers, and the attributes of schedulers, also of those that others hold."""
-    schedulers = [config.scheduler for config in module.trainer.lr_scheduler_configs]
-    schedulers += [value for value in vars(module).values() if isinstance(value, LRScheduler)]
-    for scheduler in schedulers:
-        for value in getattr(scheduler, "__dict__", {}).values():  # as of a SequentialLR
-            inner = value if isinstance(value, list | tuple) else [value]
-            schedulers += [each for each in inner if isinstance(each, LRScheduler) and each not in schedulers]
-    groups = [group for optimizer in module.trainer.optimizers for group in optimizer.param_groups]
-    return [*groups, *(vars(scheduler) for scheduler in schedulers if hasattr(scheduler, "__dict__"))]
+    @staticmethod
+    def _set(owner: dict[str, Any], before: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            cell = before.get(name)
+            owner[name] = cell.fill(value) if isinstance(cell, _Cell) else _copied_value(value)
 
 
 def _numbers(owner: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a group or scheduler, and rows of them; a learning rate in a tensor is none."""
+    """The numbers of a group or scheduler, also in tensors, and rows of them."""
     return {
-        name: _copied_row(value) for name, value in owner.items() if isinstance(value, int | float) or _is_row(value)
+        name: _Cell(value) if isinstance(value, Tensor) else _copied_value(value)
+        for name, value in owner.items()
+        if _is_number(value)
     }
 
 
-def _copied_row(value: Any) -> Any:
-    """The value itself, of a list a copy: the step may change it in place."""
-    return [*value] if type(value) is list else value
+def _copied_value(value: Any) -> Any:
+    """The value itself, of a list or tensor a copy: the step may change it in place."""
+    return value.detach().clone() if isinstance(value, Tensor) else [*value] if type(value) is list else value
+
+
+def _changed(owner: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in before.items() if name in owner and _differ(owner[name], value)]
 
 
 def _differ(now: Any, before: Any) -> bool:
+    if isinstance(before, _Cell):
+        return before.is_changed(now)
     return now is not before and (type(now) is not type(before) or now != before)
 
 
-def _is_row(value: Any) -> bool:
-    return isinstance(value, tuple | list) and all(isinstance(number, int | float) for number in value)
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return all(isinstance(number, int | float) for number in (value if isinstance(value, tuple | list) else [value]))
 
 
 class BatchDraws:
@@ -287,12 +307,12 @@ class BatchDraws:
         values = vars(module)
         self._owners = [values, *(owner for value in values.values() if (owner := _attributes(value)) is not None)]
         self._iterators = [
-            (owner, name, _Repeated(value, self))
+            (owner, name, RepeatedItems(value, self))
             for owner in self._owners
             for name, value in _entries(owner)
             if is_iterator(value)
         ]
-        self._rows = {name: (value, [*value]) for name, value in values.items() if _is_row_of_iterators(value)}
+        self._rows = {name: (value, [*value]) for name, value in values.items() if _has_iterators(value)}
         self._start = generator_states(values.values())
         self._states: dict[tuple[Hashable, int], Any] = {}  # what each stage of a replica has left
         self._runs = Counter[tuple[Hashable, int]]()
@@ -312,7 +332,8 @@ class BatchDraws:
         if self._runs:
             self._check_new()
         for row, whole in self._rows.values():
-            row[:] = whole
+            if all(map(is_iterator, whole)):  # others hold what the step keeps, too
+                row[:] = whole
         for owner, name, repeated in self._iterators:
             owner[name], repeated.place = repeated, 0
         if counts:
@@ -337,10 +358,13 @@ class BatchDraws:
     def _check_new(self) -> None:
         """Refuse iterators that the step has made where there was none; those in place of another go on."""
         known = {(id(owner), name) for owner, name, _ in self._iterators}
-        for name, (row, _) in self._rows.items():
+        for name, (row, whole) in self._rows.items():
+            rule = "A step runs once for each microbatch, and each run would begin with the list that one has left"
             if self._owners[0].get(name) is not row:
-                rule = "A step runs once for each microbatch, and each run would begin with the list that one has left"
                 raise ConfigError(f"self.{name}", "a new list of iterators", rule, "Change the list itself")
+            if not all(map(is_iterator, whole)) and _places(row) != _places(whole):
+                fix = "Keep the iterators in a list of their own"
+                raise ConfigError(f"self.{name}", "a list whose iterators the step moves", rule, fix)
         for owner in self._owners:
             for name, value in _entries(owner):
                 if is_iterator(value) and (id(owner), name) not in known:
@@ -352,54 +376,23 @@ class BatchDraws:
 def _attributes(value: Any) -> Any:
     """A dict or list, or the attributes of an object of a class of the user's own; None for anything else."""
     if type(value) is list:
-        return value if _is_row_of_iterators(value) else None
+        return value if _has_iterators(value) else None
     if type(value) is not dict:
         value = getattr(value, "__dict__", None) if is_own(value) and not isinstance(value, nn.Module) else None
     return value if type(value) is dict and len(value) <= LONG else None
 
 
-def _is_row_of_iterators(value: Any) -> bool:
-    """Whether a value is a list of iterators alone; one with data in it is what the step keeps."""
-    return type(value) is list and 0 < len(value) <= LONG and all(map(is_iterator, value))
+def _has_iterators(value: Any) -> bool:
+    """Whether a value is a list in which an iterator is; one with data in it may be what the step keeps, too."""
+    return type(value) is list and len(value) <= LONG and any(map(is_iterator, value))
+
+
+def _places(row: list[Any]) -> dict[int, int]:
+    return {index: id(value) for index, value in enumerate(row) if is_iterator(value)}
 
 
 def _entries(owner: Any) -> Iterable[tuple[Any, Any]]:
     return owner.items() if isinstance(owner, dict) else enumerate(owner)
-
-
-class _Repeated(Iterator):
-    """Gives the items of `source` from a place on, which are taken once for a batch; after the batch, what is left.
-
-    The first run gets an item as it is, later ones a copy as it was.
-    """
-
-    def __init__(self, source: Any, draws: BatchDraws) -> None:
-        self.source, self.place, self._draws = source, 0, ref(draws)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "source":  # a copy that has none yet
-            raise AttributeError(name)
-        return getattr(self.source, name)
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __next__(self) -> Any:
-        if (draws := self._draws()) is None:
-            return next(self.source)
-        items = draws.items.setdefault(id(self), [])
-        if self.place < len(items):
-            self.place += 1
-            return with_tensors(copied(items[self.place - 1]), _cloned)
-        with nullcontext() if draws.random_key is None else seeded(*draws.random_key, "iterator", len(items)):
-            item = next(self.source)  # again at its end, which stays
-        self.place += 1
-        items.append(with_tensors(copied(item), _cloned))
-        return item
-
-
-def _cloned(_: Any, tensor: Tensor) -> Tensor:
-    return tensor if tensor.requires_grad else tensor.clone()
 
 
 class UserStep:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from features.toys import PAIR, Run, Toy, together
+from lightning_mm5d import Modality, MultimodalStrategy
 from lightning_mm5d.config.errors import RankLostError
 
 
@@ -43,3 +47,18 @@ def test_a_save_of_all_ranks_writes_the_file(tmp_path: Path) -> None:
     """vision: rank 0; language: rank 1"""
     assert together(PAIR, saved_by_all, tmp_path) == ["saved", "saved"]
     assert (tmp_path / "after.ckpt").exists()
+
+
+def test_a_save_after_a_failure_names_its_cause_where_other_ranks_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = MultimodalStrategy({"language": Modality()})
+
+    def lost(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(strategy, "_module", lost)
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        strategy.full_state_dict()
+    cause = {"line": "rank 0 was interrupted by SIGINT"}
+    monkeypatch.setattr(strategy, "_guard", SimpleNamespace(monitor=SimpleNamespace(cause=cause)))
+    with pytest.raises(RankLostError, match="no checkpoint is written: rank 0 was interrupted by SIGINT"):
+        strategy.full_state_dict()

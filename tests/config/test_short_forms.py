@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_mm5d import ConfigError, Modality, MultimodalStrategy, PipelineTemplate
+from lightning_mm5d import BatchingOptions, ConfigError, Modality, MultimodalStrategy, PipelineTemplate
 
 
 def test_modalities_are_numbers_of_stages_mappings_or_modalities() -> None:
@@ -25,6 +27,31 @@ def test_modalities_are_numbers_of_stages_mappings_or_modalities() -> None:
         "audio": Modality(tp_size=2),
         "language": Modality(tp_size=2, pipeline={"pipeline_template": PipelineTemplate(stages=[2, 3])}),
     }
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: Modality(tp_sise=2), "Modality.tp_sise: got 2. There is no such field. Did you mean 'tp_size'?"),  # type: ignore[call-arg]
+        (
+            lambda: PipelineTemplate(stags=[1]),  # type: ignore[call-arg]
+            "PipelineTemplate.stags: got [1]. There is no such field. Did you mean 'stages'?",
+        ),
+        (
+            lambda: BatchingOptions(microbatch_sise=1),  # type: ignore[call-arg]
+            "BatchingOptions.microbatch_sise: got 1. There is no such field. Did you mean 'microbatch_size'?",
+        ),
+        (
+            lambda: MultimodalStrategy(shedule="gpipe"),
+            "shedule: got 'gpipe'. The strategy has no such field. Did you mean 'schedule'?",
+        ),
+    ],
+)
+def test_constructors_name_the_field_that_is_nearest_to_an_unknown_one(
+    made: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        made()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from lightning_mm5d.context_parallel.balance import (
     zigzag,
 )
 from lightning_mm5d.context_parallel.masks.mask import Cache
+from lightning_mm5d.sharded.kept_results import kept_results
 from lightning_mm5d.sharded.sequence import TokenSplit
 
 SIZES = [(0, 2), (1, 1), (1, 3), (3, 4), (5, 4), (10, 4), (64, 8), (129, 2), (1000, 3), (4096, 8), (5000, 7)]
@@ -203,3 +204,13 @@ def test_indices_are_made_once_and_serve_autograd_though_first_used_in_inference
 def test_a_split_that_lacks_tokens_or_has_them_twice_is_a_bug(ranges: list[list[tuple[int, int]]]) -> None:
     with pytest.raises(AssertionError):
         TokenSplit.of(ranges, 9)
+
+
+def test_what_a_split_makes_in_a_forward_does_not_have_products_computed_again() -> None:
+    split, x = TokenSplit.of([[(0, 1), (3, 4)], [(1, 3)]], 4), torch.ones(4, 4)
+    keeps, takes = kept_results(frozenset({"aten.mm"}))
+    addresses = []
+    for mode in (keeps, takes):  # only the first finds the split without its order
+        with mode:
+            addresses.append((split.ordered(x, 0) @ x).untyped_storage().data_ptr())
+    assert addresses[0] == addresses[1], "the product is the kept one"

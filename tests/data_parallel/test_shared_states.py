@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,13 @@ from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 
 from data_parallel.test_sharing import Adagrad, Trained, shared
 from features.built_in_parts import Late
-from features.toys import LANGUAGE, VISION, Layout, Run, Toy, assert_same, figures, outcomes, together, weights
+from features.toys import LANGUAGE, PIPE, VISION, Layout, Run, Toy, assert_same, figures, outcomes, together, weights
 from layouts import build
 from lightning_mm5d import Modality, RemoteParameterError
 from lightning_mm5d.features.sharded_checkpoints.sharded_load import ShardedCheckpoint
 from lightning_mm5d.plan.holdings import DataShards, Holdings
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.trainer import guard
 
 
 def at(run: Run, name: str) -> Path:
@@ -213,4 +217,30 @@ def test_a_step_that_fails_leaves_the_rows_of_the_last_one(tmp_path: Path) -> No
         2,
     )
     outcome = outcomes(layout, interrupted, folder=tmp_path)["interrupted"]
+    assert_same(outcome.ranks[0], outcome.one)
+
+
+class StoppedInAHook(Trained):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self.global_rank == 0:
+            raise KeyboardInterrupt  # as SIGINT does
+
+
+def stopped_in_a_hook(run: Run) -> Any:
+    saving = OnExceptionCheckpoint(at(run, ""), "stopped")
+    handler, hook = signal.getsignal(signal.SIGINT), sys.excepthook
+    try:
+        with pytest.raises(SystemExit):
+            run.trainer(callbacks=[saving], enable_checkpointing=True).fit(StoppedInAHook(), run.training(32))
+    finally:  # the process of a test goes on
+        signal.signal(signal.SIGINT, handler)
+        sys.excepthook = hook
+        atexit.unregister(guard._end_interrupted)
+    return contents(at(run, "stopped.ckpt"))
+
+
+@pytest.mark.parametrize("layout", [shared(1), PIPE], ids=["replicas", "stages"])
+def test_an_interrupt_of_one_rank_in_a_hook_saves_the_step_before(layout: Layout, tmp_path: Path) -> None:
+    """all on ranks 0-1, which share optimizer states; vision: rank 0, language: ranks 1-2 as stages"""
+    outcome = outcomes(layout, stopped_in_a_hook, folder=tmp_path)["stopped_in_a_hook"]
     assert_same(outcome.ranks[0], outcome.one)

@@ -81,6 +81,13 @@ def slow_down(module: Any) -> None:
         module.trainer.optimizers[0].param_groups[0]["lr"] *= 0.1
 
 
+def slow_down_in_a_tensor(module: Any) -> None:
+    (group,) = module.trainer.optimizers[0].param_groups
+    group["lr"] = torch.as_tensor(group["lr"])
+    if module.trainer.is_global_zero:
+        group["lr"].mul_(0.1)
+
+
 def freeze(module: Any) -> None:
     if module.trainer.is_global_zero:
         module.decoder.embedding.weight.requires_grad_(False)
@@ -109,6 +116,7 @@ def write_on_all(module: Any) -> None:
 BUFFERS = [scale, scale_through_data, register]
 OTHERS = {fill: "the parameter decoder.head.bias", other_data: "the parameter decoder.head.bias"}
 OTHERS |= {slow_down: "lr of group 0 of optimizer 0", freeze: "requires_grad of decoder.embedding.weight"}
+OTHERS |= {slow_down_in_a_tensor: "lr of group 0 of optimizer 0"}
 OTHERS |= {wrap: "the module decoder.norm"}
 
 

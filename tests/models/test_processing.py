@@ -145,6 +145,10 @@ def test_parts_that_do_not_fit_are_refused(model: MultimodalModel) -> None:
     for some, said in (({"vision": processors()["vision"]}, "audio"), ({**processors(), "depth": len}, "depth")):
         with pytest.raises(ConfigError, match=said):
             MultimodalProcessor(tokenizer(CHATML), some, model)
+    with pytest.raises(ConfigError, match=r"tokens: got \['depth'\].*Add or remove 'depth'"):
+        MultimodalProcessor(tokenizer(CHATML), processors(), model, tokens={"depth": "<|depth|>"})
+    with pytest.raises(ConfigError, match=r"processors: got \[\].*Add or remove 'audio'"):
+        MultimodalProcessor(tokenizer(CHATML), {}, model, tokens=dict.fromkeys(processors(), "<|item|>"))
     with pytest.raises(ConfigError, match="MultimodalModel"):
         MultimodalProcessor(tokenizer(CHATML), processors(), language_model())
     same_token = dict.fromkeys(processors(), "<|item|>")

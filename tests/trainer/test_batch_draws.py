@@ -6,6 +6,7 @@ the step twice for each of two microbatches, and rank 1 once.
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import random
@@ -263,6 +264,31 @@ def test_a_new_list_of_iterators_is_refused_where_the_step_runs_again() -> None:
         pass
 
 
+def test_iterators_beside_other_things_in_a_list_give_an_item_once_too() -> None:
+    module = Module()
+    module.mixed = ["photos", iter(range(9)), 0]
+    for batch in range(2):
+        draws = BatchDraws(module)
+        for stage in range(3):
+            with draws.run((stage, 0), counts=True):
+                assert next(module.mixed[1]) == batch
+                module.mixed[2] += 1
+                module.mixed.append("kept")
+    assert (type(module.mixed[1]), module.mixed[2], len(module.mixed)) == (type(iter(range(1))), 6, 9)
+
+
+@pytest.mark.parametrize("move", [lambda row: row.pop(0), lambda row: row.append(iter("ab")), lambda row: row.pop()])
+def test_iterators_that_a_step_moves_beside_other_things_are_refused_where_it_runs_again(move: Any) -> None:
+    module = Module()
+    module.mixed = ["photos", iter(range(9))]
+    draws = BatchDraws(module)
+    with draws.run((0, 0), counts=True):
+        move(module.mixed)
+    refused = pytest.raises(ConfigError, match=r"self\.mixed: got 'a list whose iterators the step moves'")
+    with refused, draws.run((1, 0), counts=True):
+        pass
+
+
 class Turned(Toy):
     """Weighs its loss by streams in turn."""
 
@@ -353,6 +379,30 @@ def test_settings_of_microbatches_that_run_side_by_side_are_kept_apart() -> None
     assert group["lr"] == 0.1
 
 
+def test_a_learning_rate_in_a_tensor_changes_once_a_batch_in_place() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=torch.tensor(0.5))
+    trainer = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[])
+    module: Any = SimpleNamespace(trainer=trainer, automatic_optimization=True)
+    (group,), (remote,) = optimizer.param_groups, copy.deepcopy(optimizer).param_groups
+    rate, settings = group["lr"], OptimizerSettings(module, "training_step")
+    for change in (lambda: None, lambda: group.update(lr=torch.tensor(0.1)), lambda: group["lr"].mul_(0.5)):
+        with settings.run():
+            change()
+            side_by_side = settings.take()
+            settings.put([{}])
+            assert group["lr"] == 0.5
+            settings.put(side_by_side)
+        settings.end()
+        assert group["lr"] is rate
+        assert rate == 0.5
+    assert settings.of_batch == {0: {"lr": torch.tensor(0.25)}}
+    for owner in (group, remote):
+        trainer.optimizers = [SimpleNamespace(param_groups=[owner])]
+        OptimizerSettings(module, "training_step").apply(settings.of_batch)
+        assert owner["lr"] == 0.25
+    assert rate == 0.25
+
+
 def test_rows_that_a_step_changes_in_place_change_once_a_batch() -> None:
     module, settings = settings_of()
     for _ in range(3):
@@ -384,16 +434,32 @@ class Slower(Toy):
         return loss
 
 
-def slower(run: Run) -> Any:
-    module, trainer = Slower(), run.trainer(max_epochs=2)
+class SlowerByTensor(Slower):
+    """Has the learning rate in a tensor, and changes it in place."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=torch.tensor(0.1, dtype=torch.float64), momentum=0.5)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.optimizers().param_groups[0]["lr"].mul_(0.9)  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx)
+
+
+def slower_by_tensor(run: Run) -> Any:
+    return slower(run, SlowerByTensor())
+
+
+def slower(run: Run, module: Slower | None = None) -> Any:
+    module, trainer = module or Slower(), run.trainer(max_epochs=2)
     trainer.fit(module, run.loader(16))
     (group,) = trainer.optimizers[0].param_groups
-    settings = {"lr": group["lr"], "momentum": group["momentum"]}
+    settings = {"lr": float(group["lr"]), "momentum": group["momentum"]}
     return figures(trainer) | settings, weights(module) if trainer.global_rank == 0 else None
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_a_step_that_sets_the_learning_rate_trains_as_on_one_process() -> None:
-    outcome = outcomes(TWO_STAGES, slower)["slower"]
-    assert_same(outcome.ranks[0], outcome.one)
-    assert_same(outcome.ranks[1][0], outcome.one[0])
+    for outcome in outcomes(TWO_STAGES, slower, slower_by_tensor).values():
+        assert_same(outcome.ranks[0], outcome.one)
+        assert_same(outcome.ranks[1][0], outcome.one[0])

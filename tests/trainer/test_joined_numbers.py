@@ -151,3 +151,16 @@ def test_a_tensor_put_anew_that_is_reduced_over_samples_is_told_of() -> None:
         values.mark()
     with pytest.warns(UserWarning, match=r"\(3,\) into 'total' .*that of the last one.*num_microbatches: 1"):
         values.join([4, 4])
+
+
+@pytest.mark.parametrize(("rows", "is_told"), [((8, 4), True), ((8, 3), False), ((0, 0), False)])
+def test_several_rows_for_each_sample_are_a_list_with_a_warning_that_says_how(
+    rows: tuple[int, int], is_told: bool
+) -> None:
+    outputs = [torch.full((count, 2), float(index)) for index, count in enumerate(rows)]
+    if not any(rows):
+        outputs[1] = torch.zeros(0, 3)
+    with pytest.warns(UserWarning, match="has no row for each sample") as caught:
+        merged = merge(outputs, [4, 2])
+    assert [tuple(part.shape) for part in merged] == [tuple(part.shape) for part in outputs]
+    assert ("x.unflatten(0, (-1, 2)), if the rows of a sample follow each other" in str(caught[0].message)) == is_told

@@ -47,7 +47,7 @@ from lightning_mm5d.features.full_views.full_states import (
     hooks_of_all,
     partial_names,
 )
-from lightning_mm5d.sharded.collectives import message_device
+from lightning_mm5d.sharded.collectives import join_late, message_device
 from lightning_mm5d.sharded.remote_value import Placeholder, is_remote, plain
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import tensors_in
@@ -98,7 +98,7 @@ class _FullViews(Attached):
         self._shapes = {id(form.parameter): (form.name, form.shape) for form in self._forms}
         self._states = FullStates(self._exchange, self._group, self._device)
         self._opened: set[Kind] = set()
-        self._is_entered = self._is_shown = self._shares = False
+        self._is_entered = self._is_shown = self._shares = self._meets = False
         self._swapped: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._calls: list[tuple[nn.Module, AbstractContextManager[None]]] = []
         guard.shows_full = not self._forms
@@ -215,6 +215,11 @@ class _FullViews(Attached):
                 self._open(kind)
             yield
             self._leave(place)
+        except KeyboardInterrupt as error:
+            if shares and not self._meets and not error.args:  # others wait for the end of the hook
+                error.args = (f"rank {self._rank} was interrupted by SIGINT",)
+                join_late(torch.tensor([*(False for _ in _KINDS), self._rank + 1, _NOWHERE, _NOWHERE]), self._group)
+            raise
         finally:
             self._is_entered = False
             self._restore()
@@ -349,20 +354,21 @@ class _FullViews(Attached):
 
     def _meet(self, opens: Kind | None = None, place: str = "") -> None:
         """Open, phase 1; or serve and leave, phases 2 and 3; collective."""
-        code = zlib.crc32(place.encode())
+        code, self._meets = zlib.crc32(place.encode()), True
         at = [code, -code] if opens is None else [_NOWHERE, _NOWHERE]
         while True:
-            flags = torch.tensor([*(kind == opens for kind in _KINDS), *at])
+            flags = torch.tensor([*(kind == opens for kind in _KINDS), 0, *at])
             dist.all_reduce(flags, dist.ReduceOp.MAX, self._group)
-            *wanted, last, first = flags.tolist()
+            *wanted, interrupted, last, first = flags.tolist()
+            if interrupted:
+                raise KeyboardInterrupt(f"rank {interrupted - 1} was interrupted by SIGINT")
             for kind, is_wanted in zip(_KINDS, wanted, strict=True):
                 if is_wanted:
                     self._gather(kind, keeps=opens is not None)
-            if opens is not None:
-                return
-            if not any(wanted):
-                if last != -first:
-                    raise self._mismatch(place)
+            if opens is None and not any(wanted) and last != -first:
+                raise self._mismatch(place)
+            if opens is not None or not any(wanted):
+                self._meets = False
                 return
 
     def _mismatch(self, place: str) -> RankMismatchError:

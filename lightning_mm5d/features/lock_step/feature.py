@@ -464,8 +464,7 @@ class LockStep(_Generating, AroundUpdates):
             with place.computing():
                 with effects.recorded():
                     result = original(*effects.args, **effects.kwargs)
-                if unit.boundary is not None:
-                    result = self._runtime.read_fields(unit.boundary, result)
+                result = self._runtime.read_fields(unit.boundary or unit.path, result)
                 if before is not None:
                     self._writes[unit] = written(before, attributes(unit.module, unit.owner))
                 values = [_sent(self._runtime.root, write) for write in self._writes[unit]]

@@ -283,12 +283,17 @@ class ShardedCheckpoints(Checkpoints, SavingInShards):
             stack.callback(self._saves.close, failed=failed)
             if self._memory is not None:
                 stack.callback(self._memory_copies.close)
-                stack.callback(self._memory.close, failed=failed)
+                stack.push(partial(self._close_memory, failed))
             self._links.close()
             self._stand_ins.clear()
             self._waiting = self._division = None
             if self._memory is not None and not failed:
                 self._memory_saves.finish()
+
+    def _close_memory(self, failed: bool, error: type[BaseException] | None, *_: object) -> None:
+        """Keep what is in memory where the last save into it has failed, so that ranks that start again go on."""
+        assert self._memory is not None
+        self._memory.close(failed=failed or error is not None)
 
     # --- loading ---
 

@@ -380,7 +380,7 @@ def convert_legacy(given: Mapping[str, Any]) -> Conversion:
         draft.leave_rest(["NUM_MICRO_BATCHES", "model.num_chunks"], "always", unsplit)
     elif "NUM_MICRO_BATCHES" in draft.given:
         draft.put("NUM_MICRO_BATCHES", "strategy.batching.num_microbatches", draft.count("NUM_MICRO_BATCHES"))
-    if draft.count("parallel.pipeline.size") > 1 and draft.get("model.num_chunks", 1) != 1:
+    if draft.count("parallel.pipeline.size") > 1 and draft.count("model.num_chunks") != 1:
         draft.put("model.num_chunks", "modality.pipeline.pp_chunks", draft.count("model.num_chunks"))
         draft.put("model.num_chunks", "strategy.schedule", "interleaved")
     if (zero := draft.get("zero")) is not None:
@@ -389,13 +389,15 @@ def convert_legacy(given: Mapping[str, Any]) -> Conversion:
             raise draft.refused("zero", "Its level is 1, 2 or 3", "Write zero = dict(level=3)")
         draft.put("zero", "modality.sharding.zero_stage", level)
     if (fp16 := draft.get("fp16")) is not None:
-        if isinstance(fp16, Mapping) and fp16.get("mode") is None:
+        if fp16 and not isinstance(fp16, Mapping):
+            raise draft.refused("fp16", "It maps names to values", "Write fp16 = dict(mode=AMP_TYPE.NAIVE), or None")
+        if not fp16 or fp16.get("mode") is None:
             draft.leave("fp16", "always", "It asks for nothing without a mode")
         else:
             draft.put("fp16", "trainer.precision", "16-mixed", "The scaler is the Trainer's")
     about = "A name of your own, which ColossalAI does not read itself"
     others = [name for name in given if name not in read or (name == "model" and "model" not in settings)]
-    entries = tuple(Entry(name, given[name], "elsewhere", {}, about) for name in others)
+    entries = tuple(Entry(str(name), given[name], "elsewhere", {}, about) for name in others)
     strategy = {"modalities": {"model": draft.modality}, **draft.strategy}
     return Conversion("ColossalAI parallel = dict(...)", strategy, draft.trainer, (*draft.entries(), *entries))
 

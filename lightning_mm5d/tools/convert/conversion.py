@@ -162,10 +162,11 @@ def _text(path: Path) -> str:
         if path.stat().st_size > _MOST_BYTES:
             raise ConfigError("FILE", str(path), f"It has more than {_MOST_BYTES} bytes", "Name a configuration")
         return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError("FILE", str(path), f"It cannot be read: {error.strerror}", "Name a file") from error
     except UnicodeDecodeError as error:
         raise ConfigError("FILE", str(path), f"It is no text: {error}", "Name a configuration") from error
+    except (OSError, ValueError) as error:  # the latter of a name that no file can have
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError("FILE", str(path), f"It cannot be read: {reason}", "Name a file") from error
 
 
 def _refuse_expansion(value: Any, parts: Callable[[Any], list[Any]], file: str) -> None:
@@ -199,7 +200,9 @@ def _yaml(text: str, path: Path) -> Mapping[str, Any]:
     try:
         _refuse_expansion(yaml.compose(text, Loader=yaml.SafeLoader), _parts_of_node, str(path))
         content = yaml.safe_load(text)  # JSON is YAML, too
-    except (yaml.YAMLError, RecursionError) as error:
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError) as error:  # `2024-13-45`
         raise ConfigError("FILE", str(path), f"It is no YAML: {error}", "Correct it there") from error
     if not isinstance(content, Mapping):
         raise ConfigError("FILE", str(path), "A configuration maps names to values", "Name a configuration")

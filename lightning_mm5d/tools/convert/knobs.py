@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_mm5d.config.checks import MOST
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.config.features import check_features
 from lightning_mm5d.config.groups import with_fields
@@ -30,6 +31,7 @@ LightningModule, its data or the Trainer says it. ``costs``: it has no equal, wh
 """
 
 _LONG = 12  # names; longer lists are not printed
+_COUNTS = tuple(f"modality.{axis}_size" for axis in ("dp", "tp", "cp", "pp", "ep"))
 MODEL = "model"
 """Name of the only modality of a configuration that knows no modalities."""
 
@@ -153,7 +155,12 @@ class Draft:
             if got is None:  # `entries` says so
                 continue
             knob = self._knobs[name]
-            is_off = not got and any(off == 0 for off in knob.neutral)
+            kinds, is_off = {type(off) for off in knob.neutral}, not got and any(off == 0 for off in knob.neutral)
+            if knob.rule and not is_off and kinds & {bool, float} and type(got) not in kinds:
+                rule = "It is a number" if float in kinds else "It is true or false"
+                raise self.refused(name, rule, f"Write {knob.neutral[0]}, for instance")
+            if knob.ours and knob.ours[0] in _COUNTS:
+                self.count(name)
             if is_off or any(got is off or (type(got) is type(off) and got == off) for off in knob.neutral):
                 self.leave(name, "always", "It asks for nothing")
             elif knob.effect == "mapped" and not knob.rule:
@@ -179,15 +186,15 @@ class Draft:
     def count(self, name: str, default: int = 1) -> int:
         """Return the value of a knob that is a whole number of at least 1."""
         got = self.get(name, default)
-        if isinstance(got, bool) or not isinstance(got, int) or got < 1:
-            raise self.refused(name, "It is a whole number of at least 1", f"Use {default}")
+        if isinstance(got, bool) or not isinstance(got, int) or not 1 <= got <= MOST:
+            raise self.refused(name, f"It is a whole number of 1 to {MOST}", f"Use {default}")
         return got
 
     def counts(self, name: str) -> list[int]:
         """Return the value of a knob that lists whole numbers of at least 0."""
         got = self.get(name)
-        if not isinstance(got, list | tuple) or not all(type(count) is int and count >= 0 for count in got):
-            raise self.refused(name, "It lists whole numbers of at least 0", "Use for instance [2, 2]")
+        if not isinstance(got, list | tuple) or not all(type(count) is int and 0 <= count <= MOST for count in got):
+            raise self.refused(name, f"It lists whole numbers of 0 to {MOST}", "Use for instance [2, 2]")
         return list(got)
 
     def choice(self, name: str, known: Sequence[str], default: str | None = None) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lightning_mm5d.config.checks import MOST
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.tools.convert.knobs import (
     Conversion,
@@ -27,6 +28,7 @@ _P, _R, _M, _A = "parallel_config.", "recompute_config.", "parallel.", "model.mo
 _COMPILER = "It steers MindSpore's compiler"
 _MODES = (0, 1, "DATA_PARALLEL", "SEMI_AUTO_PARALLEL", "STAND_ALONE", "MANUAL_PARALLEL")
 _ANY_LAYOUT = "Checkpoints load into any layout without a file of it"
+_NO_RECOMPUTATION: tuple[Any, ...] = (False, [], {})  # lists and mappings name layers or operations
 _WHOLE = "A part is computed again layer by layer: `full`, or `selective`"
 
 PARALLEL_CONFIG: tuple[Knob, ...] = (
@@ -50,10 +52,10 @@ PARALLEL_CONFIG: tuple[Knob, ...] = (
 )  # fmt: skip
 RECOMPUTE_CONFIG: tuple[Knob, ...] = (
     ruled(_R + "recompute", "modality.memory.activation_checkpointing",
-          "`full`; numbers of layers: `{per_stage: [...]}`", neutral=(False,)),
+          "`full`; numbers of layers: `{per_stage: [...]}`", neutral=_NO_RECOMPUTATION),
     ruled(_R + "select_recompute", "modality.memory.activation_checkpointing", "`selective`, which keeps products "
           "and attention and computes the rest again; numbers of layers: of all layers of the stages that have any",
-          neutral=(False,)),
+          neutral=_NO_RECOMPUTATION),
     ruled(_R + "parallel_optimizer_comm_recompute", "modality.sharding.reshard_after_forward",
           "With `optimizer_level: level3`", neutral=(False,)),
     costs(_R + "select_comm_recompute", _WHOLE, neutral=(False,)),
@@ -242,7 +244,7 @@ def _rows(draft: Draft, name: str, stages: int, chunks: int) -> list[list[int]] 
     if not isinstance(numbers, list) or not numbers:
         return None
     rows = numbers if all(isinstance(row, list) for row in numbers) else [numbers]
-    whole = all(isinstance(n, int) and not isinstance(n, bool) for row in rows for n in row)
+    whole = all(type(n) is int and abs(n) <= MOST for row in rows for n in row)
     if not whole or len(rows) not in (1, chunks) or any(len(row) != stages for row in rows):
         rule = f"It has a whole number for each of the {stages} stages" + ", and a row for each chunk" * (chunks > 1)
         raise draft.refused(name, rule, f"Give {stages} numbers")
@@ -307,6 +309,8 @@ def _layers_recomputed(draft: Draft, name: str, stages: int, chunks: int) -> lis
     if isinstance(listed, list) and all(isinstance(operation, str) for operation in listed):  # operations
         return None
     rows = _rows(draft, name, stages, chunks)
+    if rows is not None and min(map(min, rows)) < 0:
+        raise draft.refused(name, "Stages have at least 0 layers", "Write 0 for none")
     if rows is not None and len(rows) < chunks:  # shared out over the chunks of each stage in turn
         rows = [[n // chunks + (chunk < n % chunks) for n in rows[0]] for chunk in range(chunks)]
     return None if rows is None else [n for row in rows for n in row]

@@ -9,6 +9,7 @@ import ast
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any
 
 from lightning_mm5d.config.errors import ConfigError
@@ -228,7 +229,7 @@ class _Reader:
     def value(self, node: ast.expr) -> Any:
         """The value of an expression, or an `Unread`."""
         match node:
-            case ast.Constant():
+            case ast.Constant() if not isinstance(node.value, complex | EllipsisType):  # no value of a configuration
                 return node.value
             case ast.List() | ast.Tuple():
                 return [self.value(element) for element in node.elts]

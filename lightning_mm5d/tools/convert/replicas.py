@@ -82,7 +82,7 @@ def convert_zero(given: Mapping[str, Any]) -> Conversion:
     """Say the arguments of a `LowLevelZeroPlugin` in ours; raise ConfigError for what it refuses."""
     draft, bucket = Draft(ZERO_KNOBS, given), "reduce_bucket_size_in_m"
     stage = draft.get("stage", 1)
-    if stage not in (1, 2):
+    if type(stage) is not int or stage not in (1, 2):
         raise draft.refused("stage", "The plugin has stages 1 and 2", "Use 1 or 2, or GeminiPlugin for all parameters")
     draft.put("stage", "modality.sharding.zero_stage", stage)
     convert_precision(draft, has_main=draft.get("master_weights", True))
@@ -103,7 +103,10 @@ def convert_gemini(given: Mapping[str, Any]) -> Conversion:
         draft.put(strict, "modality.sharding.zero_stage", 0)
         draft.leave_rest(["shard_param_frac"], "always", f"{strict} decides")
     else:
-        stage = 3 if draft.get("shard_param_frac", 1.0) else 2
+        fraction = draft.get("shard_param_frac", 1.0)
+        if type(fraction) not in (int, float):
+            raise draft.refused("shard_param_frac", "It is a number", "Write 1.0, for instance")
+        stage = 3 if fraction else 2
         draft.put("shard_param_frac", "modality.sharding.zero_stage", stage)
     offloads: list[str] = []
     for name, kind in (("offload_optim_frac", "optimizer"), ("offload_param_frac", "parameters")):

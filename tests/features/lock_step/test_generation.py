@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import CompileConfig
 
@@ -342,6 +342,44 @@ def test_what_a_method_of_an_encoder_keeps_is_read_and_flags_of_its_hooks_stay()
     for metrics, _ in found.ranks:
         assert_same(metrics, found.one[0])
     assert [has for _, has in found.ranks] == [True, False]
+
+
+class Embedding(nn.Embedding):
+    """Returns a cache beside its result, as models do in evaluation, which nobody reads."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        return {"hidden": super().forward(tokens), "past_key_values": object()}
+
+
+class WithCache(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.decoder.embedding.weight
+        self.decoder.embedding = Embedding(*weight.shape, _weight=weight.detach())
+
+    def forward(self, batch: Any) -> Tensor:
+        decoder = self.decoder
+        hidden = decoder.embedding(batch["tokens"])["hidden"] + self.encoder(batch["images"]).unsqueeze(1)
+        for layer in decoder.layers:
+            hidden = layer(hidden)
+        return decoder.head(decoder.norm(hidden).mean(dim=1))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        for scale in (0.5, 1.0):
+            loss = self.loss({**batch, "images": scale * batch["images"]})
+        self.log("val_loss", loss, sync_dist=True)
+
+
+def with_cache(run: Run) -> Any:
+    module, trainer = WithCache(), run.trainer(num_sanity_val_steps=0)
+    trainer.fit(module, run.training(), run.loader(16))
+    return figures(trainer)
+
+
+def test_a_cache_in_a_result_that_nobody_reads_does_not_end_the_run() -> None:
+    outcome = outcomes(PIPE, with_cache)["with_cache"]
+    for metrics in outcome.ranks:
+        assert_same(metrics, outcome.one)
 
 
 class Rollout(Toy):

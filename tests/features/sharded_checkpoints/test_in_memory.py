@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning_mm5d import CheckpointCorruptError, ConfigError, MultimodalStrategy, RankLostError
 from lightning_mm5d.checkpoint.rank_reports import RankReports
 from lightning_mm5d.features.sharded_checkpoints import in_memory
+from lightning_mm5d.features.sharded_checkpoints.checkpoints import ShardedCheckpoints
 from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory, Manifest, encode_manifest
 from lightning_mm5d.features.sharded_checkpoints.in_memory import (
     FileServer,
@@ -144,6 +145,24 @@ def test_ranks_that_nobody_starts_again_write_nothing_and_say_so(monkeypatch: py
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     with pytest.warns(UserWarning, match="in_memory_every_n_steps does nothing here: torchrun has not started"):
         assert HostMemory(1).newest_checkpoint(Nodes(0, 1, 1), reports) is None
+
+
+def test_a_failed_last_save_leaves_the_checkpoint_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_memory, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(in_memory, "_FITS", itertools.count(1))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    fields = {"checkpoint_format": "full", "async_checkpoint": False, "on_corrupt_checkpoint": "raise"}
+    checkpoints = ShardedCheckpoints(lambda topic, **_: reports_of_one(topic), {**fields, "in_memory_every_n_steps": 1})
+    checkpoints.newest_in_memory(0, 1, 1)
+    agent = agent_folder()
+    assert agent is not None
+    for name in ("000000001", "000000002"):  # on a node other than rank 0's, files of a failed save stay
+        (agent / "fit-1" / name).mkdir(parents=True)
+    (agent / "fit-1" / "000000001" / "manifest.json").write_text(manifest())
+    checkpoints._memory_saves.run(Mock(write=Mock(side_effect=OSError("No space left"))), in_thread=True)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints.close(failed=False)
+    assert (agent / "fit-1" / "000000001" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("older_bytes", [0, 7, 5000], ids=["none", "a shorter one", "a longer one"])

@@ -46,6 +46,31 @@ def test_refuses_shares_that_have_no_mean(counts: list[int]) -> None:
             "language_model_plugin.sequence_parallelism_mode",
             "ring_attn",
         ),
+        (sized(tp_size=10**30), "tp_size", "whole number"),
+        (sized(pp_size=2, num_microbatches=2, num_layers_per_stage=[10**30, 1]), "num_layers_per_stage", "of 0 to"),
+        (sized(enable_flash_attention="yes"), "enable_flash_attention", "true or false"),
+        (
+            sized(gradient_checkpoint_config={"gradient_checkpointing_ratio": "half"}),
+            "gradient_checkpoint_config.gradient_checkpointing_ratio",
+            "a number",
+        ),
+        ({"LowLevelZeroPlugin": {"master_weights": "x"}}, "master_weights", "true or false"),
+        ({"LowLevelZeroPlugin": {"stage": True}}, "stage", "stages 1 and 2"),
+        ({"GeminiPlugin": {"shard_param_frac": "half"}}, "shard_param_frac", "a number"),
+        ({"GeminiPlugin": {"tp_size": "two", "enable_fused_normalization": True}}, "tp_size", "whole number"),
+        ({"parallel": {"pipeline": 2}, "model": {"num_chunks": True}}, "model.num_chunks", "whole number"),
+        ("a\0b", "config", "cannot be read"),
+        ({"zero": {"level": 2}, "fp16": "naive"}, "fp16", "maps names to values"),
+        (
+            {"parallel_config": {}, "recompute_config": {"recompute": "false"}},
+            "recompute_config.recompute",
+            "true or false",
+        ),
+        (
+            {"parallel_config": {"pipeline_stage": 2}, "recompute_config": {"recompute": [-1, 2]}},
+            "recompute_config.recompute",
+            "at least 0 layers",
+        ),
         ({"nothing": 1}, "config", "ColossalAI, Cornstarch or MindFormers"),
         ({}, "config", "ColossalAI, Cornstarch or MindFormers"),
         ([], "config", "a file or a mapping"),
@@ -77,6 +102,7 @@ def test_from_config_refuses_what_results_depend_on_and_warns_of_the_rest() -> N
         ("parallel = open('/tmp/never').write('x')", "no `parallel"),
         ("paralel = dict(pipeline=2)", "Did you mean 'paralel' to be 'parallel'?"),
         ("HybridParallelPlugin(**sizes)", "only a run could tell"),
+        ("HybridParallelPlugin(tp_size=1, pp_size=1, max_norm=...)", "Line 1 computes it"),
         ("HybridParallelPlugin(tp_size=1, pp_size=1)\nHybridParallelPlugin(tp_size=2, pp_size=1)", "several plugins"),
         ("parallel = (", "It is no Python"),
         ("(" * 500 + ")" * 500, "It is no Python"),
@@ -87,6 +113,13 @@ def test_refuses_python_that_only_a_run_could_read(text: str, words: str, tmp_pa
     with pytest.raises(ConfigError) as caught:
         read_configuration(tmp_path / "config.py")
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["2024-13-45", "!!int x", "!!float x", "!!bool x", "!!timestamp x"])
+def test_refuses_yaml_whose_values_are_none_of_their_kind(value: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"tp_size: {value}\npp_size: 1\n")
+    with pytest.raises(ConfigError, match="It is no YAML"):
+        read_configuration(tmp_path / "config.yaml")
 
 
 def test_comments_cannot_become_settings() -> None:
