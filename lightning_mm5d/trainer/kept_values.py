@@ -162,11 +162,11 @@ class OfHooks:
         names = "_forward_hooks", "_forward_pre_hooks"
         hooks = [hook for part in modules for name in names for hook in private(part, name).values()]
         functions = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
-        own = [function for function in functions if is_own(function, getattr(function, "__module__", None))]
-        cells = [cell for function in own for cell in getattr(function, "__closure__", None) or () if cell != _EMPTY]
+        users = [function for function in functions if is_own(function, getattr(function, "__module__", None))]
+        cells = [cell for function in users for cell in getattr(function, "__closure__", None) or () if cell != _EMPTY]
         self._cells = [(cell, cell.cell_contents) for cell in cells]
-        owners = [*own, *(getattr(function, "__self__", None) for function in own), *(held for _, held in self._cells)]
-        known = {id(owner): owner for owner in owners}
+        owners = [*users, *(getattr(function, "__self__", None) for function in users)]
+        known = {id(owner): owner for owner in (*owners, *(content for _, content in self._cells))}
         self.objects = [owner for owner in known.values() if _is_object(owner)]
         containers = [owner for owner in known.values() if isinstance(owner, (list, dict, set, deque))]
         self._parts = [*map(attributes_of, self.objects), *_look_into(enumerate(containers), 0).values()]
