@@ -17,6 +17,7 @@ What the steps draw on the CPU does not advance it, so orders equal those of one
 from __future__ import annotations
 
 import hashlib
+import pickle
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -314,6 +315,15 @@ def _state_of(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.get_state() if isinstance(generator, torch.Generator) else generator.getstate()
+
+
+def moved(states: Iterable[tuple[Any, Any]]) -> list[Any]:
+    """Return the generators that have drawn since `generator_states` returned their states."""
+    return [generator for generator, state in states if _as_bytes(_state_of(generator)) != _as_bytes(state)]
+
+
+def _as_bytes(state: Any) -> bytes:
+    return state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state)
 
 
 def put_generators_back(states: Iterable[tuple[Any, Any]]) -> None:

@@ -88,11 +88,14 @@ class ShardOrder(Sampler[Any]):
 
     For one shard, it shows the other attributes of the user's own sampler, and sets them there.
 
+    As under Lightning alone, a batch sampler is not told the epoch, but what it draws from is, its `sampler`.
+
     Args:
         samplers: what yields the indices of each shard, of batches where the loader batches.
         seed: of all draws.
         shards: the shards' numbers.
         seeds_workers: whether batches are read in workers, which then seed their generators for each batch.
+        of_batches: whether this stands as a batch sampler.
 
     Attributes:
         wraps_items: whether each item is a `SeededItem`.
@@ -103,7 +106,15 @@ class ShardOrder(Sampler[Any]):
             many samples, after an exchange of samples with other shards. None without one.
     """
 
-    def __init__(self, samplers: list[Any], seed: int, shards: Sequence[int], *, seeds_workers: bool) -> None:
+    def __init__(
+        self,
+        samplers: list[Any],
+        seed: int,
+        shards: Sequence[int],
+        *,
+        seeds_workers: bool,
+        of_batches: bool = False,
+    ) -> None:
         self.samplers = samplers
         self.seed = seed
         self.shards = tuple(shards)
@@ -113,7 +124,8 @@ class ShardOrder(Sampler[Any]):
         self.epoch = 0
         self.drawing: Drawing | None = None
         self.exchange: Callable[[Sequence[Any], int], Sequence[Any]] | None = None
-        self.sampler = self  # where Lightning looks for `set_epoch` when this stands as the batch sampler
+        self.of_batches = of_batches
+        self.sampler = _DrawnFrom(self)  # where Lightning looks for `set_epoch` when this stands as the batch sampler
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_ORDERS or name.startswith("__"):  # while it is copied
@@ -143,12 +155,23 @@ class ShardOrder(Sampler[Any]):
     def __len__(self) -> int:
         return sum(len(sampler) for sampler in self.samplers)
 
-    def set_epoch(self, epoch: int) -> None:
+    def begin_epoch(self, epoch: int) -> None:
+        """Draw the order of an epoch from now on; called as Lightning tells samplers of it."""
         self.epoch = epoch
         for sampler in self.samplers:
-            for target in (sampler, getattr(sampler, "sampler", None)):
-                if callable(forward := getattr(target, "set_epoch", None)):
-                    forward(epoch)
+            target = getattr(sampler, "sampler", None) if self.of_batches else sampler
+            if callable(forward := getattr(target, "set_epoch", None)):
+                forward(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the user's own samplers; on a batch sampler only code of the user's own calls it."""
+        if not self.of_batches:
+            self.begin_epoch(epoch)
+            return
+        for sampler in self.samplers:
+            batches = getattr(sampler, "batches", sampler)
+            if callable(forward := getattr(batches, "set_epoch", None)):
+                forward(epoch)
 
     def reseed(self, seed: int) -> None:
         """Take over the seed of an earlier run."""
@@ -167,7 +190,27 @@ class ShardOrder(Sampler[Any]):
 
 _OF_ORDERS = {
     *("samplers", "seed", "shards", "seeds_workers", "wraps_items", "start", "epoch", "drawing", "exchange", "sampler"),
+    "of_batches",
 }
+
+
+class _DrawnFrom:
+    """What an order of batches shows as its `sampler`: the attributes are those of the user's own.
+
+    Args:
+        order: that draws from it.
+    """
+
+    def __init__(self, order: ShardOrder) -> None:
+        self._order = order
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_order" or name.startswith("__"):  # while it is copied
+            raise AttributeError(name)
+        return getattr(self._order.samplers[0].sampler, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._order.begin_epoch(epoch)
 
 
 def drawn(sampler: Any, seed: int, epoch: int, drawing: Drawing | None = None) -> Iterator[Any]:

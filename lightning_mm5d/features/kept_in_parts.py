@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_mm5d.data.joining import Sizes
+from lightning_mm5d.data.random_state import generator_states, is_iterator, moved
 from lightning_mm5d.engine.codec import TreeChannel
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
 from lightning_mm5d.partition.parts import holds_metrics
@@ -44,11 +45,12 @@ from lightning_mm5d.schedule import Action
 from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import is_remote
+from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.source.trees import codes_in, own_functions, tree_of
 from lightning_mm5d.stage import Run
 from lightning_mm5d.stage.payload import NotSent, Packer
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
-from lightning_mm5d.trainer.kept_values import attributes_of, is_own
+from lightning_mm5d.trainer.kept_values import OfHooks, attributes_of, is_own
 
 _LARGE = 1 << 18
 _REPEATED = (
@@ -73,6 +75,20 @@ _PART = (
     "{step}: {name!r} of {path!r} is not whole: {count} ranks share its layers or its sequences, and hooks find "
     "on each what it computed of its own part. Keep a value that is whole on each rank, as results of the step are."
 )
+_OF_HOOKS = (
+    "{step}: a forward hook of {path!r} writes {name!r} of a {owner}, which stays on the ranks that compute the "
+    "module: others find there what they had, or what stand-ins left. Keep it in an attribute of the hook's module, "
+    "which travels to all ranks."
+)
+_UNLIKE_DRAWS = (
+    "{step}: self.{name} draws for this rank's microbatches alone, as several ranks share out those of an encoder. So "
+    "ranks draw unlike numbers for a microbatch. Where these decide what the encoder gets, draw from torch's own "
+    "generator (without generator=), which every microbatch seeds, or give the encoder as many replicas as the model."
+)
+_NO_ITEM = (
+    "{step}: this rank's replica of an encoder has no microbatch in a batch, and takes nothing of self.{name}, as "
+    "other ranks may: later batches would get other items here. Set drop_last=True, or give the encoder fewer replicas."
+)
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
@@ -87,6 +103,9 @@ class KeptInParts(Feature):
 class _Watched(Attached, AroundSteps):
     """
     Attributes:
+        module: the LightningModule.
+        takes_turns: whether this rank and others share out the microbatches of a replica.
+        has_run: whether this rank has had a microbatch in any step.
         modules: inside of the LightningModule, by path.
         users_modules: those of classes of the user's own that this rank computes.
         homes: the stages at which they are computed, by path.
@@ -96,7 +115,10 @@ class _Watched(Attached, AroundSteps):
     """
 
     def __init__(self, running: Running) -> None:
-        self._module, self.plan, self.rank = running.module, running.plan, running.rank
+        self.module, self.plan, self.rank = running.module, running.plan, running.rank
+        instances = map(self.plan.topology.instances, self.plan.topology.stages_of(self.rank))
+        self.takes_turns = any(len(ranks) > self.plan.layout.num_replicas for ranks in instances)
+        self.has_run = False
         self.modules: dict[str, nn.Module] = {}
         self._survey()
         self._told = set[tuple[type, str]]()
@@ -113,7 +135,7 @@ class _Watched(Attached, AroundSteps):
 
     def _survey(self) -> None:
         """Look at the modules that there are, to which a hook may have added some."""
-        modules = {path: part for path, part in self._module.named_modules() if path and not holds_metrics(part)}
+        modules = {path: part for path, part in self.module.named_modules() if path and not holds_metrics(part)}
         if modules.keys() == self.modules.keys() and all(part is self.modules[path] for path, part in modules.items()):
             return
         held, stages = _stages_below(self.plan), set(self.plan.topology.stages_of(self.rank))
@@ -153,6 +175,12 @@ class _Watched(Attached, AroundSteps):
     def has_own_homes(self, path: str) -> bool:
         """Whether each replica has a home of its own for a module."""
         return len(self.plan.topology.instances(self.homes[path])) == self.plan.layout.num_replicas
+
+    def hooked(self) -> list[tuple[str, Any]]:
+        """Return objects of the user's own that hooks of modules here may write to, with the path of such a module."""
+        here = {path: module for path, module in self.modules.items() if self.is_here(path)}
+        owners = [(path, owner) for path, module in here.items() for owner in OfHooks([module]).objects]
+        return [*{id(owner): (path, owner) for path, owner in owners}.values()]
 
     def sharers(self, path: str) -> int:
         """Return how many ranks share the layers or the sequences of a module that has a home in each replica."""
@@ -197,14 +225,18 @@ class _Step(AroundStep):
         told = paths if self._is_first else ()  # numbers may be on a device, for which the host waits
         self._numbers: dict[str, list[dict[str, float]]] = {path: [_numbers(watched.modules[path])] for path in told}
         self._entered = 0
-        self._is_apart = True
+        self._is_apart, self._runs = True, False
         modules = watched.users_modules if watched.plan.topology.edges else {}
         self._unwatched = {path: _places(module) for path, module in modules.items() if path not in self._held}
+        hooked = watched.hooked() if self._is_first and watched.plan.topology.edges else []
+        self._hooked = [(path, owner, _contents(owner)) for path, owner in hooked]
+        draws = vars(watched.module).values() if self._is_first and watched.takes_turns else ()
+        self._generators = generator_states(draws)
 
     @contextmanager
     def forward(self, run: Run, action: Action) -> Iterator[None]:
         """Mark, after the run, what it has left in the modules whose home it is."""
-        self._entered += 1
+        self._entered, self._runs = self._entered + 1, True
         self._is_apart &= self._entered == 1  # side by side, microbatches write over each other
         of_stage = {path for path in self._here if self._watched.homes[path] == action.stage}
         others = [_attributes(self._watched.modules[path]) for path in self._here - of_stage]
@@ -230,11 +262,15 @@ class _Step(AroundStep):
                     attributes.restore()
             else:
                 self._tell_of_late()
+                self._tell_of_hooked()
+                self._tell_of_draws()
+                self._tell_of_no_item()
                 self._join()
             self._share([number for number, fails in zip(self._known, failed, strict=True) if not fails], any(failed))
         finally:  # the engine keeps a step until the next one
             self._held.clear()
             self._numbers.clear()
+            self._hooked.clear()
 
     def _join(self) -> None:
         if len(self._known) == 1 and self._is_apart:
@@ -318,6 +354,30 @@ class _Step(AroundStep):
             names = sorted(name for name in now if now[name] != before.get(name))
             if names:
                 self._say(_LATE, path, names[0])
+
+    def _tell_of_draws(self) -> None:
+        drawn, module = {id(generator) for generator in moved(self._generators)}, self._watched.module
+        for name in [name for name, value in vars(module).items() if id(value) in drawn]:
+            if self._watched.is_news(type(module), name):
+                warnings.warn(_UNLIKE_DRAWS.format(step=self._step.name, name=name), stacklevel=2)
+
+    def _tell_of_no_item(self) -> None:
+        watched, names = self._watched, list[str]()
+        if watched.takes_turns and watched.has_run and not self._runs:
+            names = [name for name, value in vars(watched.module).items() if is_iterator(value)]
+        watched.has_run |= self._runs
+        for name in names:
+            if watched.is_news(type(watched.module), name):
+                warnings.warn(_NO_ITEM.format(step=self._step.name, name=name), stacklevel=2)
+
+    def _tell_of_hooked(self) -> None:
+        for path, owner, before in self._hooked:
+            now = _contents(owner)
+            names = sorted(name for name in now if _changed(now[name], before.get(name, [])))
+            if names and self._watched.is_news(type(owner), names[0]):
+                kind = type(owner).__name__
+                message = _OF_HOOKS.format(step=self._step.name, path=path, name=names[0], owner=kind)
+                warnings.warn(message, stacklevel=2)
 
     def _say(self, text: str, path: str, name: str) -> None:
         if self._watched.is_news(type(self._watched.modules[path]), name):
@@ -425,6 +485,20 @@ def _places(module: nn.Module) -> dict[str, tuple[int, int]]:
         for name, value in vars(module).items()
         if name not in _OF_TORCH
     }
+
+
+def _contents(owner: Any) -> dict[str, list[tuple[Any, int]]]:
+    """The attributes of an object, or the elements of those that are containers, each with its version."""
+    contents = dict[str, list[tuple[Any, int]]]()
+    for name, value in vars(owner).items():
+        row = [*value.values()] if isinstance(value, dict) else [*value] if isinstance(value, (list, set)) else [value]
+        contents[name] = [(element, version_of(element) if type(element) is Tensor else 0) for element in row]
+    return contents
+
+
+def _changed(row: list[tuple[Any, int]], before: list[tuple[Any, int]]) -> bool:
+    pairs = zip(row, before, strict=False)
+    return len(row) != len(before) or any(a is not b or version != old for (a, version), (b, old) in pairs)
 
 
 def _stages_below(plan: Plan) -> dict[str, set[StageKey]]:

@@ -94,7 +94,7 @@ class BatchParts:
         deals: whether replicas may train with unlike numbers of samples.
         is_auto: whether batches tell if label tokens count, or samples; see `has_labels`.
         counts_samples: whether every microbatch weighs as many samples as it holds, or may.
-        counts_equally: whether all replicas then weigh the same.
+        counts_equally: whether all replicas then weigh the same, in evaluations too.
         is_compiled: whether any part of the module is.
         splits: whether batches are split here, and not by a function of the user's.
         dealer: says which samples of a batch each microbatch has; None for those that follow each other.
@@ -116,12 +116,18 @@ class BatchParts:
         self._loss_weight, self._of_steps = weigh, dict[str, BatchParts]()
         self._read_code("training_step")
         self.counts_samples = self._weigh is None and weigh != "tokens"
-        # steps of replicas that optimize by hand are not steps of the engine
-        is_mean = self.is_auto and None not in self._passed and bool(self._passed) and module.automatic_optimization
-        self.counts_equally = self.counts_samples and not self.deals and not is_mean
         self.is_compiled = any(is_compiled(part) or is_compiled_in_place(part) for part in module.modules())
         self.splits = mode == "split" and self._splitter is None
         self.dealer: Dealer | None = None
+        names = ("training_step", "validation_step", "test_step")
+        # steps of replicas that optimize by hand are not steps of the engine
+        is_mean = module.automatic_optimization and any(self.of_step(name)._reads_labels for name in names)
+        self.counts_equally = self.counts_samples and not self.deals and not is_mean
+
+    @property
+    def _reads_labels(self) -> bool:
+        """Whether code alone tells that the step's loss is a mean over labels, and of which part of a batch."""
+        return self.is_auto and None not in self._passed and bool(self._passed)
 
     def of_step(self, name: str) -> BatchParts:
         """Return what weighs the microbatches of a step by the code of the step itself."""

@@ -23,10 +23,10 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from operator import is_
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -115,15 +115,16 @@ class KeptState:
 
     Args:
         module: the LightningModule.
-        callbacks: of which those of the user's own classes count too whose methods or variables forward hooks are.
     """
 
-    def __init__(self, module: nn.Module, callbacks: Iterable[Any] = ()) -> None:
+    def __init__(self, module: nn.Module) -> None:
         modules = [part for part in module.modules() if not isinstance(part, (Metric, MetricCollection))]
-        hooked = {id(value) for part in modules for value in _of_hooks(part)}
-        owners = [*modules, *(callback for callback in callbacks if id(callback) in hooked and is_own(callback))]
-        self._attributes = [attributes_of(owner, lambda name: name != HOOKED) for owner in owners]
-        self._generators = generator_states(value for owner in owners for value in vars(owner).values())
+        hooked = OfHooks(modules)
+        self._parts: list[_Object | OfHooks] = [attributes_of(part, lambda name: name != HOOKED) for part in modules]
+        self._parts.append(hooked)
+        self._generators = generator_states(
+            value for owner in (*modules, *hooked.objects) for value in vars(owner).values()
+        )
         self._buffers = [(part._buffers, name, buffer) for part in modules for name, buffer in part._buffers.items()]
 
     def begin(self) -> None:
@@ -140,21 +141,52 @@ class KeptState:
             buffers[name] = buffer
 
     def _put_back(self) -> None:
-        for attributes in self._attributes:
-            attributes.restore()
+        for part in self._parts:
+            part.restore()
         put_generators_back(self._generators)
 
 
-def _of_hooks(module: nn.Module) -> Iterator[object]:
-    """The objects whose methods are forward hooks of a module, or that these know by name."""
-    for hook in (*private(module, "_forward_hooks").values(), *private(module, "_forward_pre_hooks").values()):
-        function = hook.func if isinstance(hook, partial) else hook
-        yield getattr(function, "__self__", None)
-        for cell in getattr(function, "__closure__", None) or ():
-            with suppress(ValueError):  # it has no value
-                yield cell.cell_contents
+class OfHooks:
+    """What the user's own forward hooks write to beside modules, as it is when this object is made.
+
+    These are the objects whose methods hooks are, as callbacks, and variables of functions around hooks.
+
+    Args:
+        modules: whose hooks are meant.
+
+    Attributes:
+        objects: of the user's own classes, among these.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        names = "_forward_hooks", "_forward_pre_hooks"
+        hooks = [hook for part in modules for name in names for hook in private(part, name).values()]
+        functions = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
+        users = [function for function in functions if is_own(function, getattr(function, "__module__", None))]
+        cells = [cell for function in users for cell in getattr(function, "__closure__", None) or () if cell != _EMPTY]
+        self._cells = [(cell, cell.cell_contents) for cell in cells]
+        owners = [*users, *(getattr(function, "__self__", None) for function in users)]
+        known = {id(owner): owner for owner in (*owners, *(content for _, content in self._cells))}
+        self.objects = [owner for owner in known.values() if _is_object(owner)]
+        containers = [owner for owner in known.values() if isinstance(owner, (list, dict, set, deque))]
+        self._parts = [*map(attributes_of, self.objects), *_look_into(enumerate(containers), 0).values()]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for cell, value in self._cells:
+            cell.cell_contents = value
+        for part in self._parts:
+            part.restore()
 
 
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object of a class of the user's own, and no module, class, function or thread."""
+    if not hasattr(value, "__dict__") or isinstance(value, (nn.Module, type, FunctionType, MethodType, ModuleType)):
+        return False
+    return is_own(value) and not any(base.__module__.partition(".")[0] in _OF_THREADS for base in type(value).__mro__)
+
+
+_EMPTY = CellType()
 HOOKED = "_output_capturing_hooks_installed"  # by transformers at the first call, where its hooks stay
 
 
@@ -190,9 +222,9 @@ def memory_kept(owner: Any) -> Iterator[tuple[str, Tensor]]:
                     yield f"{path}.{key}".lstrip("."), leaf
 
 
-def is_own(value: Any) -> bool:
-    """Whether an object is of a class of the user's own."""
-    return type(value).__module__.partition(".")[0] not in _LEFT_ALONE
+def is_own(value: Any, module: str | None = None) -> bool:
+    """Whether an object is of a class of the user's own, or of a Python `module` of theirs where one is given."""
+    return (module or type(value).__module__).partition(".")[0] not in _LEFT_ALONE
 
 
 class _Object:
@@ -437,10 +469,7 @@ def _part(value: Any, depth: int) -> _Part | None:
         return _Row(value, depth)
     if isinstance(value, dict):
         return _Object(value, depth)
-    is_object = is_own(value) and not callable(value) and hasattr(value, "__dict__")
-    if not is_object or any(base.__module__.partition(".")[0] in _OF_THREADS for base in type(value).__mro__):
-        return None
-    return _Object(value, depth)
+    return _Object(value, depth) if _is_object(value) and not callable(value) else None
 
 
 def _begins(values: list[Any], first: list[Any]) -> bool:

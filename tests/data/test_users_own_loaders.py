@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import lightning as L
+import pytest
 import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.overrides import distributed
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, SequentialSampler
 
 from lightning_mm5d.data.loader import group_batches, shard_loader
 from lightning_mm5d.trainer.resume import Resume
@@ -52,6 +55,63 @@ def test_a_batch_sampler_shows_its_attributes_and_takes_new_values() -> None:
     assert (loader.batch_sampler.widest, loader.batch_sampler.drop_last) == (7, False)
     loader.batch_sampler.batch_size = 4
     assert [len(batch) for batch in loader] == [4, 4]
+
+
+class Epochs:
+    """Anything that may be told an epoch; it notes those that it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told.append(epoch)
+
+
+class Indices(Epochs, Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+    def __len__(self) -> int:
+        return 8
+
+
+class Batches(Epochs, BatchSampler):
+    """Has its epoch from the user's own code, as Lightning does not tell a batch sampler."""
+
+    def __init__(self, sampler: Any) -> None:
+        Epochs.__init__(self)
+        BatchSampler.__init__(self, sampler, 2, False)
+
+
+class Listed(Epochs, Stream):
+    sampler: Any = None
+
+
+def _told(wraps: Callable[[Any], Any], shape: str) -> dict[str, set[int]]:
+    """Which epochs the parts of a loader are told by Lightning, and then by code of the user's own."""
+    indices, listed = Indices(), Listed()
+    batches = Batches(indices)
+    loaders = {
+        "sampler": lambda: DataLoader(range(8), batch_size=2, sampler=indices),
+        "unbatched": lambda: DataLoader(range(8), batch_size=None, sampler=indices),
+        "batches": lambda: DataLoader(range(8), batch_sampler=batches),
+        "iterable": lambda: listed,
+    }
+    listed.sampler = indices
+    loader = wraps(loaders[shape]())
+    _set_sampler_epoch(loader, 3)
+    if shape == "batches":
+        loader.batch_sampler.set_epoch(7)
+        assert loader.batch_sampler.sampler.told == indices.told
+    return {name: set(part.told) for name, part in (("indices", indices), ("batches", batches), ("listed", listed))}
+
+
+@pytest.mark.parametrize("shape", ["sampler", "unbatched", "batches", "iterable"])
+def test_who_is_told_the_epoch_is_as_under_lightning_alone(shape: str) -> None:
+    plain = _told(lambda loader: loader, shape)
+    assert plain["indices"] == {3}
+    assert plain["batches"] == ({7} if shape == "batches" else set())
+    assert _told(_alone, shape) == plain
 
 
 def test_a_data_set_that_reads_batches_draws_the_same_with_any_number_of_workers() -> None:

@@ -6,9 +6,11 @@ import json
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,7 @@ from features.toys import (
     LANGUAGE,
     PAIR,
     PIPE,
+    SHARED,
     TWINS,
     VISION,
     Decoder,
@@ -32,7 +35,7 @@ from features.toys import (
     weights,
 )
 from lightning_mm5d import Modality
-from lightning_mm5d.trainer.kept_values import KeptValues
+from lightning_mm5d.trainer.kept_values import KeptState, KeptValues
 
 FOUR = Layout({"vision": Modality(pp_size=2, **VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 4)
 """vision: ranks 0-1 as stages; language: ranks 2-3 as stages"""
@@ -331,3 +334,70 @@ def test_what_a_step_changes_in_place_is_there_once_it_is_put_back_and_made_agai
     module.total += 3.0
     values.adopt(values.changes())
     assert (module.ids, module.counts, module.rows, module.total.tolist()) == ({1, 2}, {"a": 1, "b": 2}, [1, 2], [3, 3])
+
+
+class Counting:
+    """Counts calls, as a callback or a profiler does, by a method or as a hook itself."""
+
+    def __init__(self) -> None:
+        self.calls, self.shapes = 0, list[Any]()
+
+    def __call__(self, _: Any, args: Any, output: Tensor) -> None:
+        self.calls += 1
+        self.shapes.append(tuple(output.shape))
+
+    def note(self, module: Any, args: Any, output: Tensor) -> None:
+        self(module, args, output)
+
+
+def test_what_forward_hooks_write_to_beside_modules_is_put_back() -> None:
+    layer, by_method, itself = torch.nn.Linear(2, 2), Counting(), Counting()
+    shapes, names, count = list[Any](), list[str](), 0
+
+    def around(_: Any, args: Any, output: Tensor) -> None:
+        nonlocal count
+        count += 1
+        shapes.append(output.shape)
+
+    layer.register_forward_hook(by_method.note)
+    layer.register_forward_hook(itself)
+    layer.register_forward_hook(around)
+    layer.register_forward_pre_hook(lambda *_: names.append("layer"))
+    layer(torch.zeros(1, 2))
+    state = KeptState(layer)
+    layer(torch.zeros(3, 2))
+    state.restore()
+    assert (by_method.calls, itself.calls, count, len(shapes), names) == (1, 1, 1, 1, ["layer"])
+    assert by_method.shapes == itself.shapes == [(1, 2)]
+
+
+class Means(L.Callback):
+    """Sums up what layers give by forward hooks."""
+
+    def __init__(self) -> None:
+        self.sums, self.batches = {"encoder.patch": 0.0}, 0
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for path in self.sums:
+            pl_module.get_submodule(path).register_forward_hook(partial(self.add, path))
+
+    def add(self, path: str, module: Any, args: Any, output: Tensor) -> None:
+        self.sums[path] += output.detach().sum().item()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+
+
+def means(run: Run) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.trainer(callbacks=[Means()], max_epochs=2).fit(Toy(), run.loader(16))
+    return [text for warning in caught if "a forward hook of" in (text := str(warning.message))]
+
+
+def test_what_forward_hooks_write_to_a_callback_is_told_where_ranks_hold_parts() -> None:
+    """vision: rank 0, language: rank 1; and two replicas of everything"""
+    (told,), nothing = outcomes(PAIR, means)["means"].ranks
+    assert "training_step: a forward hook of 'encoder.patch' writes 'sums' of a Means" in told
+    assert nothing == []
+    assert outcomes(SHARED, means)["means"].ranks == [[], []]

@@ -9,7 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from features.toys import SHARED, TWINS, Layout, Run, Toy, assert_same, figures, outcomes, together, weights
+from features.toys import (
+    SHARED,
+    TWINS,
+    Layout,
+    Run,
+    Samples,
+    Toy,
+    assert_same,
+    figures,
+    outcomes,
+    together,
+    weights,
+)
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
 
@@ -148,3 +160,37 @@ def test_frozen_parameters_are_not_sent() -> None:
     labels, loss = 2, 4  # the step's labels and samples; its loss, and how many microbatches gave one
     for sizes in together(SHARED, numbers_reduced, num_microbatches=1):
         assert sum(sizes) == sum(p.numel() for p in trained) + labels + loss
+
+
+class OfTokens(Toy):
+    """Trains by a mean over samples, and is evaluated by a mean over the labels that count."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = (self(batch) ** 2).mean()
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch), batch["label"]), sync_dist=True)
+
+
+class Unlabelled(Samples):
+    """Has labels in some samples, of which most are in one replica."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = super().__getitem__(index)
+        return item | {"label": torch.where(torch.tensor(index % 8 in (1, 3, 4, 5)), item["label"], -100)}
+
+
+def of_tokens(run: Run) -> Any:
+    trainer = run.trainer()
+    module = OfTokens()
+    trainer.fit(module, run.training(), run.loader(Unlabelled(16)))
+    return figures(trainer), weights(module)
+
+
+def test_plain_replicas_weigh_an_evaluation_by_the_labels_that_count() -> None:
+    """two replicas of everything: ranks 0-1"""
+    outcome = outcomes(SHARED, of_tokens, num_microbatches=1)["of_tokens"]
+    for found in outcome.ranks:
+        assert_same(found, outcome.one)

@@ -10,6 +10,7 @@ import copy
 import gc
 import itertools
 import random
+import warnings
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +26,14 @@ from torch.utils.data import DataLoader
 from features.toys import LANGUAGE, PAIR, VISION, Layout, Run, Samples, Toy, assert_same, figures, outcomes, weights
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.data.random_state import generator_states, moved
 from lightning_mm5d.trainer.user_step import BatchDraws, OptimizerSettings
 
 TWO_STAGES = Layout(
     {"vision": Modality(colocate_with="language", **VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 2
 )
+
+EYES = Layout({"vision": Modality(dp_size=2, **VISION), "language": Modality(**LANGUAGE)}, 3)
 
 
 class Module(L.LightningModule):
@@ -236,6 +240,50 @@ def test_noise_that_a_step_draws_is_that_of_one_process_also_where_the_first_bat
     assert_same(outcome.ranks[0][1], outcome.one[1])
 
 
+def unlike(run: Run) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        noisy(run)
+    return [text for warning in caught if "self.noise draws" in (text := str(warning.message))]
+
+
+def test_draws_of_ranks_that_share_an_encoder_are_warned_of_once() -> None:
+    """two encoder replicas, which take turns with microbatches: ranks 0-1; language: rank 2. And vision | language"""
+    *encoders, language = outcomes(EYES, unlike)["unlike"].ranks
+    assert [len(told) for told in encoders] == [1, 1]
+    assert "training_step: self.noise draws for this rank's microbatches alone" in encoders[0][0]
+    assert language == []
+    assert outcomes(PAIR, unlike)["unlike"].ranks == [[], []]
+
+
+def uneven(run: Run) -> list[str]:
+    """Three batches, of eight, eight and one sample, in each of two epochs."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.trainer(max_epochs=2).fit(Turned(iter(range(9))), run.loader(17))
+    return [text for warning in caught if "takes nothing of self.scales" in (text := str(warning.message))]
+
+
+def test_an_encoder_that_has_no_microbatch_and_takes_no_item_is_warned_of() -> None:
+    """two encoder replicas, which take turns with microbatches: ranks 0-1; language: rank 2"""
+    first, second, language = outcomes(EYES, uneven)["uneven"].ranks
+    assert (first, language) == ([], [])
+    assert len(second) == 1
+    assert second[0].startswith("training_step: this rank's replica of an encoder has no microbatch in a batch")
+
+
+def test_generators_that_have_drawn_are_known_by_their_states() -> None:
+    module = Module()
+    generators = [module.chance, module.noise, module.torch_noise, np.random.Generator(np.random.MT19937(0))]
+    for drawn, draw in zip(
+        generators, ("random", "random", lambda own: torch.rand(1, generator=own), "random"), strict=True
+    ):
+        states = generator_states(generators)
+        assert moved(states) == []
+        draw(drawn) if callable(draw) else getattr(drawn, draw)()
+        assert moved(states) == [drawn]
+
+
 def test_a_list_of_iterators_may_be_turned_and_shortened() -> None:
     module = Module()
     module.several = [iter(range(9)), iter(range(10, 19)), iter(range(20, 29))]
@@ -292,9 +340,10 @@ def test_iterators_that_a_step_moves_beside_other_things_are_refused_where_it_ru
 class Turned(Toy):
     """Weighs its loss by streams in turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, scales: Any = None) -> None:
         super().__init__()
         self.streams = [itertools.count(1), itertools.count(10)]
+        self.scales = scales
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch) * next(self.streams[0])

@@ -334,7 +334,7 @@ def put_back(module: LightningModule, device: torch.device) -> Iterator[KeptStat
         module: the user's module; its loggers log nothing meanwhile.
         device: whose generators are meant, beside those of the CPU.
     """
-    state = KeptState(module, vars(module.trainer)["callbacks"])
+    state = KeptState(module)
     loggers = [DummyLogger() for _ in module.trainer.loggers]
     with meanwhile(module.trainer, loggers=loggers), kept_random_state(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the step has warned already

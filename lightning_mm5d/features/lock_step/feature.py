@@ -53,7 +53,7 @@ from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import map_tensors, unsharded
 from lightning_mm5d.stage.written import Written, attributes, written
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
-from lightning_mm5d.trainer.kept_values import KeptValues
+from lightning_mm5d.trainer.kept_values import KeptValues, OfHooks
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import AroundUpdates
 from lightning_mm5d.trainer.own_backwards import replaced, without_inputs
@@ -186,19 +186,21 @@ class LockStep(_Generating, AroundUpdates):
         return passes_several_times(self._module, name)
 
     def attempt(self, metrics: MetricSync, values: KeptValues) -> Callable[[], None]:
-        """Return what undoes an evaluation that a schedule has tried: metrics, attributes and buffers of the module.
+        """Return what undoes an evaluation that a schedule has tried.
+
+        These are metrics, attributes and buffers of the module, and what forward hooks write to beside modules.
 
         Args:
             metrics: of the module.
             values: the attributes before the step.
         """
-        saved = metrics.copied_states()
+        hooked = OfHooks(self._module.modules())
+        undone = [*(metric.put_back for metric in metrics.copied_states()), values.restore, hooked.restore]
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers(recurse=False)]
 
         def undo() -> None:
-            for metric in saved:
-                metric.put_back()
-            values.restore()
+            for put_back in undone:
+                put_back()
             for buffer, copy in buffers:
                 buffer.detach().copy_(copy)
 

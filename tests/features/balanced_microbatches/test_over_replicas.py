@@ -70,7 +70,7 @@ def steps(
     for shard in range(replicas):
         sampler = DistributedSampler(dataset, replicas, shard, shuffle=shuffle)
         loader = made(DataLoader(dataset, 4, sampler=sampler, drop_last=drop_last), [shard], replicas, **options)
-        loader.batch_sampler.set_epoch(epoch)
+        loader.batch_sampler.sampler.set_epoch(epoch)
         found.append([batch.tolist() for batch in loader])
         assert len(found[-1]) == len(loader)
     return [[*step] for step in zip(*found, strict=True)]

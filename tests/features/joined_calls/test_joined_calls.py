@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import CLIPVisionConfig, CLIPVisionModel
@@ -367,6 +368,25 @@ def kept_by_hooks(run: Run) -> Any:
     return [fit(run, Keeping, microbatches_per_call=size)[:2] for size in (1, 2)]
 
 
+class Images(Callback):
+    """Counts the images of a run by a forward hook."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.encoder.patch.register_forward_hook(self.add)
+
+    def add(self, layer: Any, args: Any, output: Tensor) -> None:
+        self.count += len(output)
+
+
+def counted(run: Run) -> Any:
+    images = Images()
+    fit(run, Toy, {"callbacks": [images]})
+    return images.count
+
+
 def several_dp(run: Run) -> Any:
     return [fit(run, zero_stage=stage)[0] for stage in (1, 2, 3)]
 
@@ -375,6 +395,11 @@ def test_other_fields_of_the_encoder_adapters_accumulation_and_last_groups_of_an
     """vision: rank 0; language: rank 1; the last batch has three or five samples for four microbatches"""
     expected = alone(several)
     assert_same(together(PAIR, several)[0], expected)
+
+
+def test_a_callback_counts_what_forward_hooks_see_once() -> None:
+    """vision: rank 0; language: rank 1"""
+    assert together(PAIR, counted)[0] == alone(counted)
 
 
 def test_shared_states() -> None:

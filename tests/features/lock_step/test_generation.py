@@ -276,11 +276,25 @@ class Heard(Callback):
         self.outputs.append(outputs)
 
 
+class Hooked(Callback):
+    """Counts the images of a validation by a forward hook."""
+
+    def __init__(self) -> None:
+        self.images = 0
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        module.encoder.patch.register_forward_hook(self.count)
+
+    def count(self, layer: Any, args: Any, output: Any) -> None:
+        self.images += len(output)
+
+
 def looped(run: Run) -> dict[str, Any]:
-    module, heard = Looped(), Heard()
-    trainer = run.trainer(callbacks=[heard], num_sanity_val_steps=0)
+    module, heard, hooked = Looped(), Heard(), Hooked()
+    trainer = run.trainer(callbacks=[heard, hooked], num_sanity_val_steps=0)
     trainer.fit(module, run.training(), run.loader(24))
     found = {"metrics": figures(trainer), "outputs": heard.outputs, "losses": module.losses, "count": module.count}
+    found["images"] = hooked.images
     return {**found, "predicted": run.trainer().predict(module, run.loader(16, 2)), "weights": weights(module)}
 
 
@@ -296,6 +310,7 @@ def test_a_loop_of_ones_own_gives_the_tokens_of_one_process(layout: Layout) -> N
         if layout is PIPE:
             assert got["predicted"] == found.one["predicted"]
             assert got["count"] == found.one["count"], "an attempt in the pipeline leaves no traces"
+            assert rank or got["images"] == found.one["images"], "nor does it in a callback"
     if layout is PIPE:
         assert_same(found.ranks[-1]["losses"], found.one["losses"])
     else:
