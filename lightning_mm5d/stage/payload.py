@@ -93,7 +93,8 @@ def sendable(name: str, value: Any) -> Any:
     try:
         Packer().describe(value)
     except ValueError:
-        return NotSent(f"{name}, of type {type(value).__name__},")
+        where = " within a function" if "<locals>" in type(value).__qualname__ else ""
+        return NotSent(f"{name}, of type {type(value).__name__}{where},")
     return value
 
 
@@ -102,6 +103,7 @@ class Packer:
 
     Args:
         keeps_sharded: whether sharded tensors stay so: the local one is in the list; else they are taken as tensors.
+        crosses: whether descriptions go to other ranks; else they hold classes themselves.
 
     Attributes:
         tensors: the list.
@@ -109,8 +111,8 @@ class Packer:
         has_values: whether a description holds plain values other than None.
     """
 
-    def __init__(self, *, keeps_sharded: bool = False) -> None:
-        self._keeps_sharded = keeps_sharded
+    def __init__(self, *, keeps_sharded: bool = False, crosses: bool = True) -> None:
+        self._keeps_sharded, self._crosses = keeps_sharded, crosses
         self.tensors: list[Tensor] = []
         self.local: set[int] = set()
         self.has_values = False
@@ -160,12 +162,10 @@ class Packer:
         if isinstance(tree, torch.dtype):
             return {"y": str(tree).removeprefix("torch.")}
         if is_dataclass(tree) and not isinstance(tree, type):
-            entries = (
-                tree.items() if isinstance(tree, Mapping) else ((f.name, getattr(tree, f.name)) for f in fields(tree))
-            )
-            return {"c": _class_name(tree), "d": [[key, self.describe(value)] for key, value in entries]}
+            entries = tree if isinstance(tree, Mapping) else _attributes(tree)
+            return {"c": self._class(tree), "d": [[key, self.describe(value)] for key, value in entries.items()]}
         if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-            return {"c": _class_name(tree), "l": [self.describe(value) for value in tree]}
+            return {"c": self._class(tree), "l": [self.describe(value) for value in tree]}
         if isinstance(tree, (list, tuple)):
             return {"u" if isinstance(tree, tuple) else "l": [self.describe(value) for value in tree]}
         if isinstance(tree, Mapping):
@@ -174,6 +174,14 @@ class Packer:
             f"a value of type {type(tree).__name__} cannot be sent to other ranks; tensors, arrays, numbers, strings, "
             "bytes, paths, dicts, lists, tuples, sets and dataclasses of these can"
         )
+
+    def _class(self, tree: Any) -> str | type:
+        if not self._crosses:
+            return type(tree)
+        module, name = type(tree).__module__, type(tree).__qualname__
+        if "<locals>" in name:
+            raise ValueError(f"{name} is a class within a function, which other ranks do not find: define it outside")
+        return f"{module}:{name}"
 
     def _describe_sharded(self, tensor: Sharded) -> Any:
         if id(tensor) not in self._index:
@@ -211,7 +219,7 @@ def rebuild(description: Any, tensors: list[Tensor], group: Callable[[Any], Grou
         return getattr(torch, description["y"])
     if "d" in description:
         items = {key: rebuild(value, tensors, group) for key, value in description["d"]}
-        return _find_class(description["c"])(**items) if "c" in description else items
+        return _instance(_find_class(description["c"]), items) if "c" in description else items
     if "l" in description:
         values = [rebuild(value, tensors, group) for value in description["l"]]
         return _find_class(description["c"])(*values) if "c" in description else values
@@ -220,7 +228,7 @@ def rebuild(description: Any, tensors: list[Tensor], group: Callable[[Any], Grou
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     """Return `tree` with `function` applied to its tensors."""
-    packer = Packer()
+    packer = Packer(crosses=False)
     description = packer.describe(tree)
     return rebuild(description, [function(tensor) for tensor in packer.tensors])
 
@@ -314,11 +322,26 @@ def _key(key: Any) -> Any:
     return key
 
 
-def _class_name(value: Any) -> str:
-    return f"{type(value).__module__}:{type(value).__qualname__}"
+def _attributes(tree: Any) -> dict[str, Any]:
+    """The fields of a dataclass, and what its instance holds beside them."""
+    named = {f.name: getattr(tree, f.name) for f in fields(tree) if hasattr(tree, f.name)}
+    others = getattr(tree, "__dict__", {}).items()
+    return named | {name: sendable(name, value) for name, value in others if name not in named}
 
 
-def _find_class(name: str) -> type:
+def _instance(cls: type, values: dict[str, Any]) -> Any:
+    """A dataclass with these values, which its constructor does not see: it may have changed them once already."""
+    if issubclass(cls, Mapping):
+        return cls(**values)
+    instance = cls.__new__(cls)
+    for name, value in values.items():
+        object.__setattr__(instance, name, value)
+    return instance
+
+
+def _find_class(name: str | type) -> type:
+    if isinstance(name, type):
+        return name
     module, _, qualname = name.partition(":")
     attribute: Any = sys.modules[module]
     for part in qualname.split("."):

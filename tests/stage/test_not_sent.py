@@ -1,14 +1,16 @@
-"""What stands for a value that cannot cross to other ranks raises our error, also inside of functions of torch."""
+"""Values cross to other ranks as they are; what stands for one that cannot raises our error, also inside of torch."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from lightning_mm5d.stage.payload import NotSent
+from lightning_mm5d.stage.payload import NotSent, Packer, map_tensors, rebuild, sendable
 from lightning_mm5d.stage.view import StageError
 
 
@@ -25,3 +27,38 @@ from lightning_mm5d.stage.view import StageError
 def test_any_use_names_the_value(use: Callable[[Any], Any]) -> None:
     with pytest.raises(StageError, match=r"self\.features cannot be sent to other ranks"):
         use(NotSent("self.features"))
+
+
+@dataclass
+class Scaled:
+    """A result whose constructor changes what it is given."""
+
+    values: torch.Tensor
+    total: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.values = self.values * 2
+        self.total = self.values.sum()
+        self.name = "scaled"
+
+
+def test_a_dataclass_crosses_without_its_constructor() -> None:
+    packer = Packer()
+    description = json.loads(json.dumps(packer.describe(result := Scaled(torch.ones(3)))))
+    there = rebuild(description, packer.tensors)
+    assert vars(there) == vars(result)
+    assert there.values is result.values
+
+
+def test_a_class_within_a_function_stays_in_its_process_and_is_named_where_it_would_cross() -> None:
+    class Pair(NamedTuple):
+        left: torch.Tensor
+        right: int
+
+    doubled = map_tensors(Pair(torch.ones(2), 3), lambda tensor: tensor * 2)
+    assert type(doubled) is Pair
+    assert doubled.left.tolist() == [2.0, 2.0]
+    with pytest.raises(StageError, match=r"result, of type Pair within a function, cannot be sent"):
+        float(sendable("result", Pair(torch.ones(2), 3)))
+    with pytest.raises(ValueError, match=r"Pair is a class within a function.*: define it outside"):
+        Packer().describe(Pair(torch.ones(2), 3))
