@@ -137,7 +137,8 @@ def _served(loader: Any, progress: Progress, seed: int, unshared: bool) -> Any:
         samplers = [
             part_of("dealing").dealt(sampler, shares, shard) for sampler, shard in zip(samplers, shards, strict=True)
         ]
-    order = ShardOrder(samplers, seed, shards, seeds_workers=loader.num_workers > 0)
+    of_batches = name == "batch_sampler"
+    order = ShardOrder(samplers, seed, shards, seeds_workers=loader.num_workers > 0, of_batches=of_batches)
     if loader.num_workers and name == "sampler" and not isinstance(loader.dataset, IterableDataset):
         order.wraps_items = True
     object.__setattr__(loader, name, for_predictions(indices, order))  # DataLoader forbids plain assignment
@@ -234,7 +235,7 @@ class _StreamIteration(_ShardIteration):
         for other in self.others:
             other.progress = replace(self.progress, shards=other.progress.shards)
             other.served_order.reseed(order.seed)
-            other.served_order.set_epoch(order.epoch)
+            other.served_order.begin(order.epoch)
         end = object()
         streams = [super().batches(), *(other.batches() for other in self.others)]
         while True:

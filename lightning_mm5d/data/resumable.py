@@ -247,12 +247,12 @@ class Resumable:
             trainer.stream = None  # a run that drew by seeds goes on with them
         if position.epoch != epoch:
             set_generator_states(position.now, *self._holders())
-            order.set_epoch(epoch)
+            order.begin(epoch)
             if is_left and position.kind == "stateful":
                 self._left = position.own.get(self._shard_key)
             return
         self._check(position)
-        order.set_epoch(epoch)
+        order.begin(epoch)
         set_generator_states(position.before, *self._holders())
         self._pending = position
         if position.kind == "map":

@@ -93,6 +93,7 @@ class ShardOrder(Sampler[Any]):
         seed: of all draws.
         shards: the shards' numbers.
         seeds_workers: whether batches are read in workers, which then seed their generators for each batch.
+        of_batches: whether this stands as the batch sampler of a loader.
 
     Attributes:
         wraps_items: whether each item is a `SeededItem`.
@@ -103,8 +104,17 @@ class ShardOrder(Sampler[Any]):
             many samples, after an exchange of samples with other shards. None without one.
     """
 
-    def __init__(self, samplers: list[Any], seed: int, shards: Sequence[int], *, seeds_workers: bool) -> None:
+    def __init__(
+        self,
+        samplers: list[Any],
+        seed: int,
+        shards: Sequence[int],
+        *,
+        seeds_workers: bool,
+        of_batches: bool = False,
+    ) -> None:
         self.samplers = samplers
+        self.of_batches = of_batches
         self.seed = seed
         self.shards = tuple(shards)
         self.seeds_workers = seeds_workers
@@ -113,7 +123,7 @@ class ShardOrder(Sampler[Any]):
         self.epoch = 0
         self.drawing: Drawing | None = None
         self.exchange: Callable[[Sequence[Any], int], Sequence[Any]] | None = None
-        self.sampler = self  # where Lightning looks for `set_epoch` when this stands as the batch sampler
+        self.sampler: Any = _Epochs(self) if of_batches else self
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_ORDERS or name.startswith("__"):  # while it is copied
@@ -144,9 +154,17 @@ class ShardOrder(Sampler[Any]):
         return sum(len(sampler) for sampler in self.samplers)
 
     def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, also for a batch sampler itself: of a user's call, as Lightning makes none."""
+        self.begin(epoch)
+        for sampler in self.samplers if self.of_batches else ():
+            if callable(forward := getattr(sampler, "set_epoch", None)):
+                forward(epoch)
+
+    def begin(self, epoch: int) -> None:
+        """Begin an epoch for those whom Lightning tells of it: samplers, and those within batch samplers."""
         self.epoch = epoch
         for sampler in self.samplers:
-            for target in (sampler, getattr(sampler, "sampler", None)):
+            for target in (None if self.of_batches else sampler, getattr(sampler, "sampler", None)):
                 if callable(forward := getattr(target, "set_epoch", None)):
                     forward(epoch)
 
@@ -165,7 +183,30 @@ class ShardOrder(Sampler[Any]):
         return SeededBatch(item, key) if self.seeds_workers and isinstance(item, list | tuple) else item
 
 
+class _Epochs(Sampler[Any]):
+    """Where Lightning looks for `set_epoch` of a batch sampler: on its sampler, and not on itself."""
+
+    def __init__(self, order: ShardOrder) -> None:
+        self._order = order
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # while it is copied
+            raise AttributeError(name)
+        return getattr(self._order, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._order)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch."""
+        self._order.begin(epoch)
+
+
 _OF_ORDERS = {
+    "of_batches",
     *("samplers", "seed", "shards", "seeds_workers", "wraps_items", "start", "epoch", "drawing", "exchange", "sampler"),
 }
 
