@@ -10,6 +10,7 @@ It refuses trees with other objects in them, by name.
 from __future__ import annotations
 
 import base64
+import enum
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -25,6 +26,9 @@ from lightning_mm5d.stage.view import StageError
 
 Path = tuple[str | int, ...]
 _VALUES = (bool, int, float, str, bytes, pathlib.PurePath, np.generic)
+_PLAIN = ("builtins", "collections", "lightning_mm5d")
+"""whose lists, tuples and dicts cross as plain ones"""
+_CROSSING = (tuple, list, dict, enum.Enum)
 
 
 PARTS = ("boundaries", "calls", "taps", "writes", "grads", "remote")
@@ -142,6 +146,8 @@ class Packer:
         if tree is None:
             return None
         self.has_values = self.has_values or isinstance(tree, _VALUES)
+        if isinstance(tree, enum.Enum):  # also one that is a text or a number, or `is` would no longer find it
+            return {"e": self._class(tree), "n": tree.name}
         if isinstance(tree, (bool, int, float, str)):
             return tree
         if isinstance(tree, pathlib.PurePath):
@@ -167,13 +173,27 @@ class Packer:
         if isinstance(tree, tuple) and hasattr(tree, "_fields"):
             return {"c": self._class(tree), "l": [self.describe(value) for value in tree]}
         if isinstance(tree, (list, tuple)):
-            return {"u" if isinstance(tree, tuple) else "l": [self.describe(value) for value in tree]}
+            values = [self.describe(value) for value in tree]
+            return {"u" if isinstance(tree, tuple) else "l": values, **self._kind(tree)}
         if isinstance(tree, Mapping):
-            return {"d": [[_key(key), self.describe(value)] for key, value in tree.items()]}
+            return {"d": [[_key(key), self.describe(value)] for key, value in tree.items()], **self._kind(tree)}
         raise ValueError(
             f"a value of type {type(tree).__name__} cannot be sent to other ranks; tensors, arrays, numbers, strings, "
             "bytes, paths, dicts, lists, tuples, sets and dataclasses of these can"
         )
+
+    def _kind(self, tree: Any) -> dict[str, Any]:
+        """Return the class of a list, tuple or dict of a user's own, and what the instance holds beside its elements.
+
+        Nothing for other ones, and for one whose class is within a function, which is a plain one elsewhere.
+        """
+        kind = type(tree)
+        is_own = isinstance(tree, (list, tuple, dict)) and kind.__module__.partition(".")[0] not in _PLAIN
+        if not is_own or (self._crosses and "<locals>" in kind.__qualname__):
+            return {}
+        others = getattr(tree, "__dict__", {})
+        beside = [[name, self.describe(sendable(name, value))] for name, value in others.items()]
+        return {"k": self._class(tree), "v": beside}
 
     def _class(self, tree: Any) -> str | type:
         if not self._crosses:
@@ -217,6 +237,12 @@ def rebuild(description: Any, tensors: list[Tensor], group: Callable[[Any], Grou
         return {rebuild(value, tensors, group) for value in description["s"]}
     if "y" in description:
         return getattr(torch, description["y"])
+    if "e" in description:
+        return _find_class(description["e"])[description["n"]]  # type: ignore[index]
+    if "k" in description:
+        values = rebuild({name: part for name, part in description.items() if name in ("d", "l", "u")}, tensors, group)
+        beside = {name: rebuild(value, tensors, group) for name, value in description["v"]}
+        return _container(_find_class(description["k"]), values, beside)
     if "d" in description:
         items = {key: rebuild(value, tensors, group) for key, value in description["d"]}
         return _instance(_find_class(description["c"]), items) if "c" in description else items
@@ -339,6 +365,20 @@ def _instance(cls: type, values: dict[str, Any]) -> Any:
     return instance
 
 
+def _container(cls: Any, values: Any, beside: dict[str, Any]) -> Any:
+    """A list, tuple or dict of a user's own class with these elements, which its constructor does not see."""
+    if hasattr(cls, "n_sequence_fields"):  # what functions of torch return
+        return cls(values)
+    instance = tuple.__new__(cls, values) if issubclass(cls, tuple) else cls.__new__(cls)
+    if issubclass(cls, list):
+        list.extend(instance, values)
+    elif issubclass(cls, dict):
+        dict.update(instance, values)
+    if beside:
+        vars(instance).update(beside)
+    return instance
+
+
 def _find_class(name: str | type) -> type:
     if isinstance(name, type):
         return name
@@ -346,7 +386,7 @@ def _find_class(name: str | type) -> type:
     attribute: Any = sys.modules[module]
     for part in qualname.split("."):
         attribute = getattr(attribute, part)
-    if not (isinstance(attribute, type) and (is_dataclass(attribute) or issubclass(attribute, tuple))):
+    if not (isinstance(attribute, type) and (is_dataclass(attribute) or issubclass(attribute, _CROSSING))):
         raise ValueError(f"{name} is no class that may cross from one stage to another")
     return attribute
 

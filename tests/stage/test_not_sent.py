@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,6 +49,36 @@ def test_a_dataclass_crosses_without_its_constructor() -> None:
     there = rebuild(description, packer.tensors)
     assert vars(there) == vars(result)
     assert there.values is result.values
+
+
+class Kind(str, enum.Enum):
+    IMAGE = "image"
+
+
+class Named(dict):
+    """A dict with its entries as attributes."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Boxes(list):
+    """A list with a format of its own."""
+
+    def __init__(self, values: Any, form: str) -> None:
+        super().__init__(values)
+        self.form = form
+
+
+def test_members_of_enumerations_and_containers_of_a_users_own_stay_what_they_are() -> None:
+    packer = Packer()
+    top = torch.arange(3.0).topk(2)
+    result = {"kind": Kind.IMAGE, "named": Named(features=torch.ones(2)), "boxes": Boxes([1, 2], "xyxy"), "top": top}
+    there = rebuild(json.loads(json.dumps(packer.describe(result))), packer.tensors)
+    assert there["kind"] is Kind.IMAGE
+    assert type(there["named"]) is Named
+    assert there["named"].features is result["named"]["features"]
+    assert (type(there["boxes"]), there["boxes"], there["boxes"].form) == (Boxes, [1, 2], "xyxy")
+    assert there["top"].indices is top.indices
 
 
 def test_a_class_within_a_function_stays_in_its_process_and_is_named_where_it_would_cross() -> None:

@@ -290,7 +290,8 @@ def _compare_entries(module: LightningModule, step: JoinedStep, rounding: float)
     """
     apart, samples = appended_by_data(type(module)), _samples(step)
     for name, whole in step.entries[2].items():
-        held, first, both, again = (entries.get(name) for entries in (step.held, *(step.entries[i] for i in (0, 1, 3))))
+        values: list[Any] = [entries.get(name) for entries in (step.held, *(step.entries[i] for i in (0, 1, 3)))]
+        held, first, both, again = values
         if not (type(first) is type(both) is type(again) is type(whole)) or _is_other(first, again, rounding * _LEAST):
             continue
         if isinstance(whole, list):
@@ -436,7 +437,9 @@ def _are_equal(tensor: Tensor, other: Tensor, rounding: float) -> bool:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, (list, tuple, str)):
+    if isinstance(value, str):
+        return f"a text of {len(value)} characters"
+    if isinstance(value, (list, tuple)):
         return f"a {type(value).__name__} of {len(value)}"
     data = torch.as_tensor(value)
     return f"{float(data):.6g}" if data.numel() == 1 and not data.is_complex() else f"a tensor of {tuple(data.shape)}"
