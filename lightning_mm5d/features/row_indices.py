@@ -78,7 +78,7 @@ class RowIndices(TorchFunctionMode):
         self._samples, self._lists = microbatch.samples, dict[int, str]()
         self._buffers = {id(buffer) for buffer in module.buffers()}
         self._tables = [tensor for _, tensor in memory_kept(module)]  # held, or an id would be taken again
-        self._kept = self._buffers | {*map(id, self._tables)}
+        self._lasting = self._buffers | {*map(id, self._tables)}
         for path, value in leaves(microbatch.batch):
             name = "batch" + "".join(f"[{step!r}]" for step in path)
             if isinstance(value, Tensor):
@@ -149,7 +149,7 @@ class RowIndices(TorchFunctionMode):
             raise ConfigError(field, "an index of rows", rule, fix)
 
     def _is_made_of_batch(self, tensor: Tensor) -> bool:
-        if isinstance(tensor, Parameter) or is_remote(tensor) or id(tensor) in self._kept:
+        if isinstance(tensor, Parameter) or is_remote(tensor) or id(tensor) in self._lasting:
             return False
         known = getattr(tensor, _MADE_OF_BATCH, None)
         # what other stages sent has a mark of its own; an autograd function of one's own hides its arguments

@@ -300,15 +300,15 @@ def _entries(module: LightningModule) -> dict[str, Any]:
         if is_lightnings(module, name) or is_remote(value):
             continue
         inner = value.items() if isinstance(value, dict) and len(value) <= LONG else ()
-        for path, kept in ((name, value), *((f"{name}[{key!r}]", part) for key, part in inner)):
-            if isinstance(kept, (dict, set)):
-                entries[path] = len(kept)
-            elif isinstance(kept, str) or (path is not name and type(kept) in (int, float)):
-                entries[path] = kept
-            elif isinstance(kept, list):
-                entries[path] = [*kept]
-            elif isinstance(kept, (Tensor, np.ndarray)) and not is_remote(kept) and math.prod(kept.shape) <= _MOST:
-                entries[path] = copy.deepcopy(kept.detach() if isinstance(kept, Tensor) else kept)
+        for path, part in ((name, value), *((f"{name}[{key!r}]", entry) for key, entry in inner)):
+            if isinstance(part, (dict, set)):
+                entries[path] = len(part)
+            elif isinstance(part, str) or (path is not name and type(part) in (int, float)):
+                entries[path] = part
+            elif isinstance(part, list):
+                entries[path] = [*part]
+            elif isinstance(part, (Tensor, np.ndarray)) and not is_remote(part) and math.prod(part.shape) <= _MOST:
+                entries[path] = copy.deepcopy(part.detach() if isinstance(part, Tensor) else part)
     return entries
 
 
