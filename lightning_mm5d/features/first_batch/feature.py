@@ -39,7 +39,7 @@ from torch import Tensor
 from lightning_mm5d.data.batches import split_replicas
 from lightning_mm5d.data.joining import Sizes, merge
 from lightning_mm5d.data.microbatch import Microbatch
-from lightning_mm5d.features.first_batch.joined_step import JoinedStep, put_back
+from lightning_mm5d.features.first_batch.joined_step import JoinedStep, Listed, put_back
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import plain
 from lightning_mm5d.sharded.removable import meanwhile
@@ -292,10 +292,11 @@ def _compare_entries(module: LightningModule, step: JoinedStep, rounding: float)
     for name, whole in step.entries[2].items():
         values: list[Any] = [entries.get(name) for entries in (step.held, *(step.entries[i] for i in (0, 1, 3)))]
         held, first, both, again = values
-        if not (type(first) is type(both) is type(again) is type(whole)) or _is_other(first, again, rounding * _LEAST):
+        if not type(first) is type(both) is type(again) is type(whole):
             continue
-        if isinstance(whole, list):
+        if isinstance(whole, Listed):
             added, new = [_added(first, held), _added(both, first)], _added(whole, held)
+            first, both, whole, again = (listed.values for listed in (first, both, whole, again))
             is_other = _are_other_entries(added, new, samples, rounding, is_apart=name in apart)
             if is_other and new is whole and len(both) == len(whole):  # put anew, as the best of all
                 is_other = _is_other(sorted(both, key=str), sorted(whole, key=str), rounding)
@@ -303,7 +304,7 @@ def _compare_entries(module: LightningModule, step: JoinedStep, rounding: float)
             is_other = both.shape == whole.shape and _is_other(both, whole, rounding)  # else they are rows of a batch
         else:
             is_other = _is_other(both, whole, rounding)
-        if is_other:
+        if is_other and not _is_other(first, again, rounding * _LEAST):
             warnings.warn(
                 f"{step.name}: self.{name} is {_text(whole)} after the first two microbatches as one batch, and "
                 f"{_text(both)}{' that differs' * (_text(whole) == _text(both))} after one and the other. Keep a row "
@@ -324,11 +325,12 @@ def _samples(step: JoinedStep) -> Sizes:
     return samples
 
 
-def _added(now: list[Any], before: list[Any] | int | None) -> list[Any]:
-    """Return what was appended to `before`; all of a list that does not begin with it."""
-    count = len(before) if isinstance(before, list) else 0
-    begins = not count or (len(now) >= count and all(map(is_, now, before)))  # type: ignore[arg-type]
-    return now[count:] if begins and count else now
+def _added(now: Listed, before: Any) -> list[Any]:
+    """Return what was appended to `before`, also as ``self.values = self.values + new``; all of another list."""
+    count = len(before.values) if isinstance(before, Listed) else 0
+    begins = count and len(now.values) >= count and all(map(is_, now.values, before.values))
+    goes_on = begins and (now.owner is before.owner or len(now.values) > count)
+    return now.values[count:] if goes_on else now.values
 
 
 def _are_other_entries(

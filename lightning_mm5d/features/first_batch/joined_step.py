@@ -12,9 +12,7 @@ So runs note what they write, and begin, where they are told so, with other valu
 from __future__ import annotations
 
 import builtins
-import copy
 import io
-import math
 import random
 import threading
 import warnings
@@ -290,6 +288,13 @@ class _Begun(NamedTuple):
         return not is_same or self.address in addresses
 
 
+class Listed(NamedTuple):
+    """A list, and what it held."""
+
+    owner: list[Any]
+    values: list[Any]
+
+
 def _entries(module: LightningModule) -> dict[str, Any]:
     """What attributes of a module and dicts there hold: copies of lists, tensors and arrays, and texts.
 
@@ -297,7 +302,7 @@ def _entries(module: LightningModule) -> dict[str, Any]:
     """
     entries: dict[str, Any] = {}
     for name, value in vars(module).items():
-        if is_lightnings(module, name) or is_remote(value):
+        if is_lightnings(module, name):
             continue
         inner = value.items() if isinstance(value, dict) and len(value) <= LONG else ()
         for path, part in ((name, value), *((f"{name}[{key!r}]", entry) for key, entry in inner)):
@@ -306,9 +311,11 @@ def _entries(module: LightningModule) -> dict[str, Any]:
             elif isinstance(part, str) or (path is not name and type(part) in (int, float)):
                 entries[path] = part
             elif isinstance(part, list):
-                entries[path] = [*part]
-            elif isinstance(part, (Tensor, np.ndarray)) and not is_remote(part) and math.prod(part.shape) <= _MOST:
-                entries[path] = copy.deepcopy(part.detach() if isinstance(part, Tensor) else part)
+                entries[path] = Listed(part, [*part])
+            elif type(part) is np.ndarray and part.size <= _MOST:
+                entries[path] = part.copy()
+            elif type(part) is Tensor and part.numel() <= _MOST:
+                entries[path] = part.detach().clone()
     return entries
 
 

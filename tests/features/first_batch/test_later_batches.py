@@ -57,6 +57,7 @@ class Keeping(Toy):
             if row[0] > row[1]:
                 self.hardest.append(float(row[0]))
         self.last = logits
+        self.guesses = [1] * len(logits)
         self.means_of_batches.append(logits.mean())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
