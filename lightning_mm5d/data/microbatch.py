@@ -92,12 +92,15 @@ def batch_samples(batch: Any) -> int | None:
 
     A list of tensors of unequal lengths counts as one with as many rows as tensors; so does a list with as many
     elements as all tensors outside of lists have rows, as of the images of each sample, and so do lists of one length
-    beside each other (images, and dicts of what is seen in each). Where some tensors have a row for each item of a
-    sample, and integers say how many these are, it is the number of those (`counted_ways`).
+    beside each other (images, and dicts of what is seen in each), and a list of dicts that are no batches by
+    themselves. Where some tensors have a row for each item of a sample, and integers say how many these are, it is the
+    number of those (`counted_ways`).
 
     Returns:
         None where tensors disagree and no field's name decides, and where nothing has a length.
     """
+    if _lists_dicts(batch):
+        return len(batch)
     arrays = {path: value for path, value in leaves(batch) if is_array(value) or _is_ragged(value)}
     sizes = {len(value) for value in arrays.values()}
     parts = [part for _, part in children_of(batch) or () if _has_length(part)]
@@ -453,13 +456,26 @@ def leaves(node: Any, samples: int | None = None, path: Path = ()) -> Iterator[t
 
 def _is_sample_list(node: Any, samples: int | None, path: Path) -> bool:
     """Whether ``node`` lists samples (strings, tensors of any shapes, dicts of those) rather than fields."""
-    if samples is None or not is_plain_sequence(node) or len(node) != samples or _lists_fields(node, samples, path):
+    if samples is None or not is_plain_sequence(node) or len(node) != samples:
+        return False
+    if not path and _lists_dicts(node):
+        return True
+    if _lists_fields(node, samples, path):
         return False
     inside = [(path, value) for path, value in leaves(node) if is_array(value)]
     # images [C, H, W] may have as many channels as there are samples
     images = samples in (3, 4) and all(is_array(image) and len(image.shape) == 3 for image in node)
     unlike = not inside or any(len(value) != samples for _, value in inside)
     return (images or unlike) and not any(path[-1] == "input_ids" for path, _ in inside)
+
+
+def _lists_dicts(batch: Any) -> bool:
+    """Whether a batch is a list of samples, dicts of equal keys, as without a collation, and not of several batches."""
+    if not isinstance(batch, list) or not batch or not all(isinstance(sample, Mapping) for sample in batch):
+        return False
+    lengths = {len(value) for _, value in leaves(batch[0]) if is_array(value)}
+    is_alike = all(sample.keys() == batch[0].keys() for sample in batch[1:])
+    return is_alike and len(lengths) > 1 and batch_samples(batch[0]) is None
 
 
 def _lists_fields(node: Any, samples: int, path: Path) -> bool:

@@ -3,7 +3,8 @@
 A field such as ``hate_indices`` may name rows of the batch. Split into microbatches, it looks like any other field with
 a value for each sample, but its values count from the first sample of the batch. Neither its length nor its values tell
 it from labels; its use does. So the first step of each structure of batches watches which integer fields index dim 0
-of something that is made of the batch. The index of a class in a table is none: the table is not made of the batch.
+of something that is made of the batch. The index of a class, or of a sample of the data set, in a table is none: the
+module keeps the table, whatever earlier batches have written to it.
 
 Labels are also written by, into a tensor with a place for each class. So a tensor of as many places as samples,
 which is not made of the batch, is refused where an index lies outside of it; otherwise a warning names the field.
@@ -28,6 +29,7 @@ from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.source.passed import KEEP_VALUES
 from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
+from lightning_mm5d.trainer.kept_values import memory_kept
 from lightning_mm5d.trainer.steps import Parts
 
 _MADE_OF_BATCH, _FIELD = "_mm5d_rows", "_mm5d_field"
@@ -67,7 +69,7 @@ class RowIndices(TorchFunctionMode):
     """Watches one run of a step on a microbatch.
 
     Args:
-        module: whose buffers are tables.
+        module: whose buffers, and tensors in attributes, are tables, also where an earlier batch has written to them.
         microbatch: that the step gets.
     """
 
@@ -75,6 +77,8 @@ class RowIndices(TorchFunctionMode):
         super().__init__()
         self._samples, self._lists = microbatch.samples, dict[int, str]()
         self._buffers = {id(buffer) for buffer in module.buffers()}
+        self._tables = [tensor for _, tensor in memory_kept(module)]  # held, or an id would be taken again
+        self._lasting = self._buffers | {*map(id, self._tables)}
         for path, value in leaves(microbatch.batch):
             name = "batch" + "".join(f"[{step!r}]" for step in path)
             if isinstance(value, Tensor):
@@ -145,7 +149,7 @@ class RowIndices(TorchFunctionMode):
             raise ConfigError(field, "an index of rows", rule, fix)
 
     def _is_made_of_batch(self, tensor: Tensor) -> bool:
-        if isinstance(tensor, Parameter) or is_remote(tensor) or id(tensor) in self._buffers:
+        if isinstance(tensor, Parameter) or is_remote(tensor) or id(tensor) in self._lasting:
             return False
         known = getattr(tensor, _MADE_OF_BATCH, None)
         # what other stages sent has a mark of its own; an autograd function of one's own hides its arguments

@@ -10,6 +10,7 @@ It refuses trees with other objects in them, by name.
 from __future__ import annotations
 
 import base64
+import enum
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -25,6 +26,9 @@ from lightning_mm5d.stage.view import StageError
 
 Path = tuple[str | int, ...]
 _VALUES = (bool, int, float, str, bytes, pathlib.PurePath, np.generic)
+_PLAIN = ("builtins", "collections", "lightning_mm5d")
+"""whose lists, tuples and dicts cross as plain ones"""
+_CROSSING = (tuple, list, dict, enum.Enum)
 
 
 PARTS = ("boundaries", "calls", "taps", "writes", "grads", "remote")
@@ -93,7 +97,8 @@ def sendable(name: str, value: Any) -> Any:
     try:
         Packer().describe(value)
     except ValueError:
-        return NotSent(f"{name}, of type {type(value).__name__},")
+        where = " within a function" if "<locals>" in type(value).__qualname__ else ""
+        return NotSent(f"{name}, of type {type(value).__name__}{where},")
     return value
 
 
@@ -135,6 +140,7 @@ class Packer:
 
     Args:
         keeps_sharded: whether sharded tensors stay so: the local one is in the list; else they are taken as tensors.
+        crosses: whether descriptions go to other ranks; else they hold classes themselves.
 
     Attributes:
         tensors: the list.
@@ -142,8 +148,8 @@ class Packer:
         has_values: whether a description holds plain values other than None.
     """
 
-    def __init__(self, *, keeps_sharded: bool = False) -> None:
-        self._keeps_sharded = keeps_sharded
+    def __init__(self, *, keeps_sharded: bool = False, crosses: bool = True) -> None:
+        self._keeps_sharded, self._crosses = keeps_sharded, crosses
         self.tensors: list[Tensor] = []
         self.local: set[int] = set()
         self.has_values = False
@@ -173,6 +179,8 @@ class Packer:
         if tree is None:
             return None
         self.has_values = self.has_values or isinstance(tree, _VALUES)
+        if isinstance(tree, enum.Enum):  # also one that is a text or a number, or `is` would no longer find it
+            return {"e": self._class(tree), "n": tree.name}
         if isinstance(tree, (bool, int, float, str)):
             return tree
         if isinstance(tree, pathlib.PurePath):
@@ -193,17 +201,16 @@ class Packer:
         if isinstance(tree, torch.dtype):
             return {"y": str(tree).removeprefix("torch.")}
         if is_dataclass(tree) and not isinstance(tree, type):
-            entries = (
-                tree.items() if isinstance(tree, Mapping) else ((f.name, getattr(tree, f.name)) for f in fields(tree))
-            )
-            return {"c": _class_name(tree), "d": [[key, self._entry(key, value)] for key, value in entries]}
+            entries = tree if isinstance(tree, Mapping) else _attributes(tree)
+            return {"c": self._class(tree), "d": [[key, self._entry(key, value)] for key, value in entries.items()]}
         if isinstance(tree, tuple) and hasattr(tree, "_fields"):
             named = zip(tree._fields, tree, strict=True)
-            return {"c": _class_name(tree), "l": [self._entry(key, value) for key, value in named]}
+            return {"c": self._class(tree), "l": [self._entry(key, value) for key, value in named]}
         if isinstance(tree, (list, tuple)):
-            return {"u" if isinstance(tree, tuple) else "l": [self.describe(value) for value in tree]}
+            values = [self.describe(value) for value in tree]
+            return {"u" if isinstance(tree, tuple) else "l": values, **self._kind(tree)}
         if isinstance(tree, Mapping):
-            return {"d": [[_key(key), self._entry(key, value)] for key, value in tree.items()]}
+            return {"d": [[_key(key), self._entry(key, value)] for key, value in tree.items()], **self._kind(tree)}
         raise UnsendableError(type(tree).__name__)
 
     def _entry(self, key: Any, value: Any) -> Any:
@@ -213,6 +220,27 @@ class Packer:
         except UnsendableError as error:
             error.path.insert(0, key)
             raise
+
+    def _kind(self, tree: Any) -> dict[str, Any]:
+        """Return the class of a list, tuple or dict of a user's own, and what the instance holds beside its elements.
+
+        Nothing for other ones, and for one whose class is within a function, which is a plain one elsewhere.
+        """
+        kind = type(tree)
+        is_own = isinstance(tree, (list, tuple, dict)) and kind.__module__.partition(".")[0] not in _PLAIN
+        if not is_own or (self._crosses and "<locals>" in kind.__qualname__):
+            return {}
+        others = getattr(tree, "__dict__", {})
+        beside = [[name, self.describe(sendable(name, value))] for name, value in others.items()]
+        return {"k": self._class(tree), "v": beside}
+
+    def _class(self, tree: Any) -> str | type:
+        if not self._crosses:
+            return type(tree)
+        module, name = type(tree).__module__, type(tree).__qualname__
+        if "<locals>" in name:
+            raise ValueError(f"{name} is a class within a function, which other ranks do not find: define it outside")
+        return f"{module}:{name}"
 
     def _describe_sharded(self, tensor: Sharded) -> Any:
         if id(tensor) not in self._index:
@@ -248,9 +276,15 @@ def rebuild(description: Any, tensors: list[Tensor], group: Callable[[Any], Grou
         return {rebuild(value, tensors, group) for value in description["s"]}
     if "y" in description:
         return getattr(torch, description["y"])
+    if "e" in description:
+        return _find_class(description["e"])[description["n"]]  # type: ignore[index]
+    if "k" in description:
+        values = rebuild({name: part for name, part in description.items() if name in ("d", "l", "u")}, tensors, group)
+        beside = {name: rebuild(value, tensors, group) for name, value in description["v"]}
+        return _container(_find_class(description["k"]), values, beside)
     if "d" in description:
         items = {key: rebuild(value, tensors, group) for key, value in description["d"]}
-        return _find_class(description["c"])(**items) if "c" in description else items
+        return _instance(_find_class(description["c"]), items) if "c" in description else items
     if "l" in description:
         values = [rebuild(value, tensors, group) for value in description["l"]]
         return _find_class(description["c"])(*values) if "c" in description else values
@@ -259,7 +293,7 @@ def rebuild(description: Any, tensors: list[Tensor], group: Callable[[Any], Grou
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     """Return `tree` with `function` applied to its tensors."""
-    packer = Packer()
+    packer = Packer(crosses=False)
     description = packer.describe(tree)
     return rebuild(description, [function(tensor) for tensor in packer.tensors])
 
@@ -353,16 +387,45 @@ def _key(key: Any) -> Any:
     return key
 
 
-def _class_name(value: Any) -> str:
-    return f"{type(value).__module__}:{type(value).__qualname__}"
+def _attributes(tree: Any) -> dict[str, Any]:
+    """The fields of a dataclass, and what its instance holds beside them."""
+    named = {f.name: getattr(tree, f.name) for f in fields(tree) if hasattr(tree, f.name)}
+    others = getattr(tree, "__dict__", {}).items()
+    return named | {name: sendable(name, value) for name, value in others if name not in named}
 
 
-def _find_class(name: str) -> type:
+def _instance(cls: type, values: dict[str, Any]) -> Any:
+    """A dataclass with these values, which its constructor does not see: it may have changed them once already."""
+    if issubclass(cls, Mapping):
+        return cls(**values)
+    instance = cls.__new__(cls)
+    for name, value in values.items():
+        object.__setattr__(instance, name, value)
+    return instance
+
+
+def _container(cls: Any, values: Any, beside: dict[str, Any]) -> Any:
+    """A list, tuple or dict of a user's own class with these elements, which its constructor does not see."""
+    if hasattr(cls, "n_sequence_fields"):  # what functions of torch return
+        return cls(values)
+    instance = tuple.__new__(cls, values) if issubclass(cls, tuple) else cls.__new__(cls)
+    if issubclass(cls, list):
+        list.extend(instance, values)
+    elif issubclass(cls, dict):
+        dict.update(instance, values)
+    if beside:
+        vars(instance).update(beside)
+    return instance
+
+
+def _find_class(name: str | type) -> type:
+    if isinstance(name, type):
+        return name
     module, _, qualname = name.partition(":")
     attribute: Any = sys.modules[module]
     for part in qualname.split("."):
         attribute = getattr(attribute, part)
-    if not (isinstance(attribute, type) and (is_dataclass(attribute) or issubclass(attribute, tuple))):
+    if not (isinstance(attribute, type) and (is_dataclass(attribute) or issubclass(attribute, _CROSSING))):
         raise ValueError(f"{name} is no class that may cross from one stage to another")
     return attribute
 

@@ -353,10 +353,9 @@ class _Row:
         """Make one element of each that was appended for all microbatches."""
         added, before = self.added(), self.marks[-1] if self.marks else self.values
         is_last = len(before) == len(self.owner) and all(map(is_, before, self.owner))
-        counts = [len(new) for new in added]
-        if is_last and len(added) == len(samples) and 0 < max(counts) == min(counts) and counts != [*samples]:
-            joined = [_joined(values, samples) for values in zip(*added, strict=True)]
-            if all(element is not _MISSING for element in joined):
+        if is_last and len(added) == len(samples) and is_per_batch(added, samples):
+            joined = joined_entries(added, samples)
+            if joined is not None:
                 self.owner.clear()
                 self.owner.extend([*self.values[_dropped(self.values, self.marks[0]) :], *joined])
         elif is_last:
@@ -485,6 +484,18 @@ def _are_groups(rows: Sequence[_Row], samples: Sequence[int]) -> bool:
     """Whether each sample of the microbatches has an entry in one of the lists of a dict, as by its label."""
     counts = [[len(new) for new in row.added()] for row in rows]
     return [sum(microbatch) for microbatch in zip(*counts, strict=True)] == [*samples]
+
+
+def is_per_batch(added: Sequence[Sequence[Any]], samples: Sequence[int]) -> bool:
+    """Whether all microbatches have appended equally many entries, which are not one for each sample."""
+    counts = [len(new) for new in added]
+    return 0 < max(counts) == min(counts) and counts != [*samples]
+
+
+def joined_entries(added: Sequence[Sequence[Any]], samples: Sizes) -> list[Any] | None:
+    """Return the entries of a batch, of those that each microbatch has appended; None where they cannot be joined."""
+    joined = [_joined(values, samples) for values in zip(*added, strict=True)]
+    return None if any(element is _MISSING for element in joined) else joined
 
 
 def _joined(values: Sequence[Any], samples: Sizes) -> Any:

@@ -12,13 +12,13 @@ missing. Phases:
 4. replay: `replay` calls the real ``module.log`` on every rank, which validates and stores as ever.
 
 What a merged value is, by `reduce_fx`: ``mean`` weighs each microbatch by the call's `batch_size`, or else as the loss
-does, by its samples or label tokens. A `batch_size` that is its number of samples says how much the batch counts in an
-epoch, as under Lightning, and no more. ``sum``, ``max`` and ``min`` do as they say. Both the step value and Lightning's
-epoch value see the merged value, and the merged weight as batch size. So a per-sample mean logged with ``sum`` grows
-with the number of microbatches: log it with the default. A key that only some microbatches log is merged over those. A
-torchmetrics object is replayed as the object at the same path; its step value is the weighted mean of its microbatch
-values, exact for means over samples (accuracy) and an approximation for others (an area under a curve); its epoch value
-is exact (see `lightning_mm5d.trainer.metrics`).
+does, by its samples or label tokens. A `batch_size` that is its number of samples, or a constant, says how much the
+batch counts in an epoch, as under Lightning, and no more. ``sum``, ``max`` and ``min`` do as they say. Both the step
+value and Lightning's epoch value see the merged value, and the merged weight as batch size. So a per-sample mean logged
+with ``sum`` grows with the number of microbatches: log it with the default. A key that only some microbatches log is
+merged over those. A torchmetrics object is replayed as the object at the same path; its step value is the weighted mean
+of its microbatch values, exact for means over samples (accuracy) and an approximation for others (an area under a
+curve); its epoch value is exact (see `lightning_mm5d.trainer.metrics`).
 
 `log_metrics` of the trainer's loggers is captured, merged as means and replayed likewise, on rank 0 as Lightning does.
 
@@ -33,7 +33,7 @@ that has just logged what it reads: there is no value of the whole batch yet.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -97,6 +97,10 @@ class LogCall:
     """what Lightning would store the value in, float32 or float64"""
     weight: float
     """samples that the value stands for"""
+    given: int | None = None
+    """the call's `batch_size`"""
+    microbatch: tuple[float, float] = (0.0, 0.0)
+    """what the microbatch weighs, and how many samples it has"""
     is_computed: bool = False
     """whether it was logged as a tensor, and so is equal on ranks that share the last layers"""
     key: Key | None = None
@@ -133,6 +137,23 @@ class MergedLog:
         return replace(self, value=value, batch_size=everywhere if is_mean and everywhere is not None else samples)
 
 
+@dataclass
+class _Constant:
+    """The `batch_size` that all calls of a name have given, with what is known of the first batch; None of a count."""
+
+    given: int | None
+    microbatches: int
+    samples: float
+    is_known: bool = False
+    """whether it has been the same for microbatches of unlike sizes, or the number of all samples"""
+
+
+def _common(values: Iterable[Any]) -> Any:
+    """The value that all `values` are; None where they differ."""
+    different = {*values}
+    return different.pop() if len(different) == 1 else None
+
+
 class LogCapture:
     """Records what the user's step logs, per microbatch, instead of logging it.
 
@@ -148,6 +169,7 @@ class LogCapture:
         self._weight: float = 0
         self._samples: float = 0
         self._direct = 0
+        self._constants: dict[str, _Constant] = {}
         self.joined = JoinedMetrics(lambda: self._microbatch)
 
     @contextmanager
@@ -212,11 +234,29 @@ class LogCapture:
                 groups[place].append(call)
         merged = []
         for (options, _), calls in groups.items():
-            log, whole = _merge_calls(options, calls), self.joined.values.get(calls[0].key)
+            log, whole = _merge_calls(options, calls, self._constant(calls)), self.joined.values.get(calls[0].key)
             if log.value is not None and whole is not None and whole.numel() == 1:
                 log = replace(log, value=whole.detach().reshape(()).to(log.value))
             merged.append(log)
         return merged
+
+    def _constant(self, calls: Sequence[LogCall]) -> float | None:
+        """Return what a batch weighs to whose microbatches one constant `batch_size` was given, as that of the data.
+
+        All batches of an epoch then count equally. None for a count, which is another one in some microbatch. Where
+        microbatches have equal sizes, only the number of all samples is known to be a constant.
+        """
+        given = _common(call.given for call in calls)
+        constant = self._constants.setdefault(
+            calls[0].options.name, _Constant(given, len(calls), calls[0].microbatch[1])
+        )
+        if constant.given != given:
+            constant.given = None
+        sizes = [call.microbatch[1] for call in calls]
+        constant.is_known |= {*sizes} != {constant.samples} or given == sum(sizes)
+        if constant.given is None or not constant.is_known:
+            return None
+        return float(constant.given * constant.microbatches)
 
     def _record(
         self,
@@ -265,6 +305,7 @@ class LogCapture:
         is_computed = isinstance(value, Tensor)
         key = self.joined.key(value)
         recorded = LogCall(options=options, value=stored, dtype=dtype, weight=weight, is_computed=is_computed, key=key)
+        recorded = replace(recorded, given=batch_size, microbatch=(self._weight, self._samples))
         self._calls[self._microbatch].append(recorded)
 
     def _record_direct(self, logger: int, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -394,14 +435,23 @@ def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def merged_value(options: LogOptions, calls: list[LogCall]) -> float | None:
     """Return the number that is logged where microbatches log `calls`; None where these have none."""
-    value = _merge_calls(options, calls).value
+    given, sizes = _common(call.given for call in calls), [call.microbatch[1] for call in calls]
+    is_constant = given is not None and (len({*sizes}) > 1 or given == sum(sizes))
+    value = _merge_calls(options, calls, 1.0 if is_constant else None).value
     return None if value is None else float(value)
 
 
-def _merge_calls(options: LogOptions, calls: list[LogCall]) -> MergedLog:
-    """One log of all `calls`, in float64 on the device of the first tensor that is not on the CPU, if any."""
-    batch_size = sum(call.weight for call in calls)
-    valued = [(call.value, call.weight) for call in calls if call.value is not None]
+def _merge_calls(options: LogOptions, calls: list[LogCall], constant: float | None) -> MergedLog:
+    """One log of all `calls`, in float64 on the device of the first tensor that is not on the CPU, if any.
+
+    Args:
+        options: of the calls.
+        calls: of the microbatches.
+        constant: what the batch weighs, where its microbatches weigh as in its loss; else they say both.
+    """
+    batch_size = sum(call.weight for call in calls) if constant is None else constant
+    weighed = [(call.value, call.weight if constant is None else call.microbatch[0]) for call in calls]
+    valued = [(value, weight) for value, weight in weighed if value is not None]
     if not valued:
         return MergedLog(options=options, value=None, batch_size=batch_size)
     device = next((value.device for value, _ in valued if not value.is_cpu), torch.device("cpu"))

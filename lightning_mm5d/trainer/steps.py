@@ -188,7 +188,7 @@ class Steps:
         self._capture = LogCapture(module)
         self._tokens: dict[str, bool] = {}  # whether they count, by step
         self._writing: dict[str, bool] = {}  # whether it writes to its batch in place, by step
-        self._has_trained = False
+        self._has_trained = self._is_second = False
         self._own_replica = next((number for number, replica in replicas.items() if replica.ends_here), None)
         self.writes = self._own_replica == 0 and replicas[0].src == rank
         self._evaluated = set[Hashable]()  # evaluation steps and dataloaders whose first batch was looked at
@@ -228,8 +228,8 @@ class Steps:
         # a resumed run may begin with the last batch of an epoch
         is_first = not self._has_trained and self._module.global_step == 0
         parts = self._split(batch, is_first=is_first)
-        first = self.first if is_first else None
-        self._has_trained = True
+        first = self.first if is_first or self._is_second else None
+        self._has_trained, self._is_second = True, is_first
         share = summing.share or 1.0
 
         def scaled(loss: Tensor) -> Tensor:
@@ -344,7 +344,8 @@ class Steps:
                 self.unscheduled.execute(step)
             results |= self._share(walked, self._merged(step, None, values) if self._own_replica in walked else None)
         outputs = self._shown(results, values).outputs
-        kind = name, *arguments[1:]  # the number of its dataloader
+        # the number of its dataloader, and a sanity check, in which steps may do less
+        kind = name, *arguments[1:], self._module.trainer.sanity_checking
         # replicas may have unequal numbers of batches to predict, and one of them none
         is_everywhere = name != "predict_step" or self._plan.layout.num_replicas == 1
         if self.first is not None and is_everywhere and kind not in self._evaluated:

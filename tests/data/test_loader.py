@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from torch.utils.data import (
@@ -46,6 +47,21 @@ class UsersLoader(DataLoader[Any]):
 
     def __init__(self, size: int, **kwargs: Any) -> None:
         super().__init__(Augmented(size), **kwargs)
+
+
+class Buckets:
+    """A batch sampler of a user's own, which knows its epoch."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([self.epoch, at] for at in range(3))
+
+    def __len__(self) -> int:
+        return 3
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
 
 
 MakeLoader = Callable[[int, int], "DataLoader[Any]"]
@@ -268,3 +284,13 @@ def test_seeded_is_a_function_of_its_key_and_restores_the_state() -> None:
         assert (torch.rand(1), random.random(), np.random.rand()) == inside
     with seeded("a", 2):
         assert random.random() != inside[1]
+
+
+def test_a_batch_sampler_is_told_its_epoch_by_its_user_as_lightning_tells_samplers_alone() -> None:
+    plain = DataLoader(Augmented(6), batch_sampler=Buckets())
+    loader = shard_loader(plain, shards=[0], num_shards=1, seed=7)
+    for place in (plain, loader):
+        _set_sampler_epoch(place, 2)
+        assert next(iter(place.batch_sampler))[0] == 0
+    loader.batch_sampler.set_epoch(2)
+    assert next(iter(loader.batch_sampler))[0] == 2

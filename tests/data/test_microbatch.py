@@ -366,6 +366,13 @@ def test_a_list_of_tensors_of_unequal_lengths_holds_a_sample_in_each() -> None:
     ]
 
 
+def test_a_list_of_dicts_that_are_no_batches_holds_a_sample_in_each() -> None:
+    samples = [{"image": torch.ones(6), "words": torch.ones(5), "label": torch.tensor(at)} for at in range(5)]
+    assert [len(part.batch) for part in split(samples, 2)] == [3, 2]
+    of_loaders = [{"image": torch.ones(4, 6), "label": torch.ones(4)}] * 2
+    assert [len(part.batch[1]["image"]) for part in split(of_loaders, 2)] == [2, 2]
+
+
 def test_a_list_with_an_element_for_each_row_of_the_tensors_beside_it_holds_samples() -> None:
     images = [[torch.zeros(6)] * count for count in (1, 3, 2)]
     parts = split({"inputs": {"images": images, "tokens": torch.zeros(3, 5)}, "label": torch.arange(3)}, 2)

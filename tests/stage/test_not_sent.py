@@ -1,14 +1,17 @@
-"""What stands for a value that cannot cross to other ranks raises our error, also inside of functions of torch."""
+"""Values cross to other ranks as they are; what stands for one that cannot raises our error, also inside of torch."""
 
 from __future__ import annotations
 
+import enum
+import json
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from lightning_mm5d.stage.payload import NotSent, Packer, with_sendable_fields
+from lightning_mm5d.stage.payload import NotSent, Packer, map_tensors, rebuild, sendable, with_sendable_fields
 from lightning_mm5d.stage.view import StageError
 
 
@@ -47,3 +50,68 @@ def test_of_a_result_only_fields_that_cannot_cross_are_replaced() -> None:
     assert sent["logits"] is whole["logits"]
     with pytest.raises(StageError, match=r"model\(\)\.past_key_values, of type DynamicCache, cannot be sent"):
         sent["past_key_values"].get_seq_length()
+
+
+@dataclass
+class Scaled:
+    """A result whose constructor changes what it is given."""
+
+    values: torch.Tensor
+    total: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.values = self.values * 2
+        self.total = self.values.sum()
+        self.name = "scaled"
+
+
+def test_a_dataclass_crosses_without_its_constructor() -> None:
+    packer = Packer()
+    description = json.loads(json.dumps(packer.describe(result := Scaled(torch.ones(3)))))
+    there = rebuild(description, packer.tensors)
+    assert vars(there) == vars(result)
+    assert there.values is result.values
+
+
+class Kind(str, enum.Enum):
+    IMAGE = "image"
+
+
+class Named(dict):
+    """A dict with its entries as attributes."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Boxes(list):
+    """A list with a format of its own."""
+
+    def __init__(self, values: Any, form: str) -> None:
+        super().__init__(values)
+        self.form = form
+
+
+def test_members_of_enumerations_and_containers_of_a_users_own_stay_what_they_are() -> None:
+    packer = Packer()
+    top = torch.arange(3.0).topk(2)
+    result = {"kind": Kind.IMAGE, "named": Named(features=torch.ones(2)), "boxes": Boxes([1, 2], "xyxy"), "top": top}
+    there = rebuild(json.loads(json.dumps(packer.describe(result))), packer.tensors)
+    assert there["kind"] is Kind.IMAGE
+    assert type(there["named"]) is Named
+    assert there["named"].features is result["named"]["features"]
+    assert (type(there["boxes"]), there["boxes"], there["boxes"].form) == (Boxes, [1, 2], "xyxy")
+    assert there["top"].indices is top.indices
+
+
+def test_a_class_within_a_function_stays_in_its_process_and_is_named_where_it_would_cross() -> None:
+    class Pair(NamedTuple):
+        left: torch.Tensor
+        right: int
+
+    doubled = map_tensors(Pair(torch.ones(2), 3), lambda tensor: tensor * 2)
+    assert type(doubled) is Pair
+    assert doubled.left.tolist() == [2.0, 2.0]
+    with pytest.raises(StageError, match=r"result, of type Pair within a function, cannot be sent"):
+        float(sendable("result", Pair(torch.ones(2), 3)))
+    with pytest.raises(ValueError, match=r"Pair is a class within a function.*: define it outside"):
+        Packer().describe(Pair(torch.ones(2), 3))

@@ -305,6 +305,33 @@ def test_a_batch_size_of_all_samples_weighs_as_the_loss_does(batch_size: int | N
     assert log.value.item() == expected
 
 
+@pytest.mark.parametrize(
+    ("sizes", "given", "expected"),
+    [
+        ([(3, 3, 2), (2, 1)], [1, 1], [(4.0, 3), (7 / 3, 3)]),
+        ([(4, 4), (4,)], [8, 8], [(3.0, 16), (1.0, 16)]),
+        ([(4, 4), (2, 2)], [1, 1], [(3.0, 2), (3.0, 2)]),
+        ([(3, 3, 2), (2, 1)], [(6, 9, 4), (5, 5)], [(79 / 19, 19), (3.0, 10)]),
+    ],
+    ids=["one", "of the data", "equal sizes", "counts"],
+)
+def test_a_constant_batch_size_is_that_of_each_batch(sizes: Any, given: Any, expected: Any) -> None:
+    """Microbatches have the values 1, 5, 7 (or 1, 5); a batch weighs as often as the first has microbatches."""
+    module = Classifier()
+    capture = LogCapture(module)
+    logs = []
+    for of_batch, numbers in zip(sizes, given, strict=True):
+        with capture.capture():
+            for index, (samples, value) in enumerate(zip(of_batch, (1.0, 5.0, 7.0), strict=False)):
+                capture.begin_microbatch(index, samples)
+                number = numbers[index] if isinstance(numbers, tuple) else numbers
+                module.log("loss", torch.tensor(value, dtype=torch.float64), batch_size=number)
+        (log,) = capture.merge()
+        assert log.value is not None
+        logs.append((log.value.item(), log.batch_size))
+    assert [value for pair in logs for value in pair] == pytest.approx([value for pair in expected for value in pair])
+
+
 def test_float64_stays_float64_and_low_precision_becomes_float32() -> None:
     for dtype, stored in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
         log = merged_after((1, torch.tensor(1.0, dtype=dtype)), (1, 0.0))

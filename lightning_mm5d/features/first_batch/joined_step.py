@@ -7,16 +7,12 @@ unlike ones; so does an error, as of code that knows the size of microbatches, a
 
 A value that a step writes and that does not change tells nothing: a moving average of weights begins as a copy of them.
 So runs note what they write, and begin, where they are told so, with other values of these buffers and frozen weights.
-
-The end compares what a `JoinedStep` has given for two microbatches with what it has given for both as one, and warns.
 """
 
 from __future__ import annotations
 
 import builtins
-import dataclasses
 import io
-import math
 import random
 import threading
 import warnings
@@ -32,16 +28,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_mm5d.data.joining import Sizes, merge
 from lightning_mm5d.data.microbatch import Microbatch, with_tensors
 from lightning_mm5d.data.random_state import kept_random_state, seed_of
+from lightning_mm5d.partition.parts import is_lightnings
 from lightning_mm5d.sharded.remote_value import is_remote, plain
 from lightning_mm5d.sharded.removable import meanwhile, put
 from lightning_mm5d.sharded.tensor import written_by
 from lightning_mm5d.sharded.torch_internals import ORIGINALS, version_of
 from lightning_mm5d.stage.payload import detached
-from lightning_mm5d.trainer.kept_values import KeptState
-from lightning_mm5d.trainer.logs import LogCall, LogOptions, merged_value
+from lightning_mm5d.trainer.kept_values import LONG, KeptState
+from lightning_mm5d.trainer.logs import LogCall, LogOptions
 from lightning_mm5d.trainer.user_step import UserStep
 
 if TYPE_CHECKING:
@@ -64,6 +60,8 @@ _DRAWING = frozenset(
         *("cauchy_", "log_normal_", "bernoulli_", "rrelu", "rrelu_", "gumbel_softmax", "_standard_gamma"),
     )
 )
+_MOST = 2**20
+"""elements of a tensor in an attribute that is compared"""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -82,6 +80,8 @@ class JoinedStep(UserStep):
         losses: of a training step in the last stage, by index of the microbatch.
         rows: what the step put into attributes of the module there: arrays by name, by index of the microbatch.
         numbers: those that it put into attributes there, by name, by index of the microbatch.
+        entries: what containers, tensors and texts in attributes hold there, by name, by index of the microbatch.
+        held: the same before all runs.
         buffers: that runs on this rank have changed, by index of the microbatch.
         start: with what these began, but where the second microbatch went on.
         written: names of all buffers of this rank that runs have written to, changed or not.
@@ -99,12 +99,14 @@ class JoinedStep(UserStep):
         self.losses: dict[int, Tensor] = {}
         self.rows: dict[int, dict[str, Any]] = {}
         self.numbers: dict[int, dict[str, float]] = {}
+        self.entries: dict[int, dict[str, Any]] = {}
         self.buffers: dict[int, dict[str, Tensor]] = {}
         self.start: dict[str, Tensor] = {}
         self.written = set[str]()
         self.opens = self.lacks_graph = False
         self.logs: dict[int, dict[tuple[LogOptions, int], LogCall]] = {}
         self._state, self.before, self._others = state, dict(vars(self._module)), others
+        self.held = _entries(self._module)
         self.has_graph = has_graph
 
     def structure(self, batch: Any) -> Any:
@@ -195,6 +197,7 @@ class JoinedStep(UserStep):
         new = {name: value for name, value in vars(self._module).items() if value is not self.before.get(name)}
         self.rows[index] = {name: value for name, value in new.items() if isinstance(value, (Tensor, np.ndarray))}
         self.numbers[index] = {name: float(value) for name, value in new.items() if self._is_number(name, value)}
+        self.entries[index] = _entries(self._module)
 
     def _is_number(self, name: str, value: Any) -> bool:
         """Whether an attribute is a number, also in a tensor that was one before."""
@@ -285,6 +288,37 @@ class _Begun(NamedTuple):
         return not is_same or self.address in addresses
 
 
+class Listed(NamedTuple):
+    """A list, and what it held."""
+
+    owner: list[Any]
+    values: list[Any]
+
+
+def _entries(module: LightningModule) -> dict[str, Any]:
+    """What attributes of a module and dicts there hold: copies of lists, tensors and arrays, and texts.
+
+    Of dicts and sets how many entries they have; numbers in dicts alone.
+    """
+    entries: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if is_lightnings(module, name):
+            continue
+        inner = value.items() if isinstance(value, dict) and len(value) <= LONG else ()
+        for path, part in ((name, value), *((f"{name}[{key!r}]", entry) for key, entry in inner)):
+            if isinstance(part, (dict, set)):
+                entries[path] = len(part)
+            elif isinstance(part, str) or (path is not name and type(part) in (int, float)):
+                entries[path] = part
+            elif isinstance(part, list):
+                entries[path] = Listed(part, [*part])
+            elif type(part) is np.ndarray and part.size <= _MOST:
+                entries[path] = part.copy()
+            elif type(part) is Tensor and part.numel() <= _MOST:
+                entries[path] = part.detach().clone()
+    return entries
+
+
 def _buffers(module: LightningModule) -> dict[str, Tensor]:
     """The buffers that this rank has, but those of batch norms, of which losses tell."""
     norms = {name for name, child in module.named_modules() if isinstance(child, _BATCH_NORMS)}
@@ -342,218 +376,3 @@ def put_back(module: LightningModule, device: torch.device) -> Iterator[KeptStat
             yield state
         finally:
             state.restore()
-
-
-_ROUNDING, _LOW_ROUNDING = 5e-5, 1e-2  # relative; in half precision and tf32, batches of unlike sizes round unlike
-_LEAST = 0.01  # of these, what two losses of one microbatch may differ by; and of 1, what is small
-_NUMBERS = (Tensor, np.ndarray, float, int)
-SEE = 'See "Losses that are no mean" in the documentation of batches.'
-
-
-def compare(module: LightningModule, step: JoinedStep) -> None:
-    """Warn where two microbatches as one have another loss, logs or results than what is made of theirs.
-
-    Args:
-        module: the user's module.
-        step: that has run.
-    """
-    if step.fails or len(step.results) < len(next(iter(step.microbatches.values()))):
-        return
-    dtype = torch.bfloat16 if "bf16" in str(module.trainer.precision) else torch.float32
-    rounding = _rounding(module, step.losses[0].dtype if step.losses else dtype)
-    losses = [float(step.losses[index]) for index in sorted(step.losses)]
-    _compare_logs(step, losses[:3], rounding)
-    _compare_results(step, rounding)
-    _compare_numbers(step, rounding)
-    if len(losses) == len(step.results):
-        _compare_losses(step, losses, rounding)
-
-
-def _compare_losses(step: JoinedStep, losses: Sequence[float], rounding: float) -> None:
-    """Warn where the loss of two microbatches as one is not the mean of theirs."""
-    first, second, joined, again = losses
-    weights = step.weights.of_replica[:2]
-    parts = [loss * weight for loss, weight in zip((first, second), weights, strict=True) if weight]
-    mean = sum(parts) / sum(weights) if parts else math.nan
-    if not math.isfinite(joined) or not parts or _differ(first, again, rounding * _LEAST):
-        return
-    if _differ(mean, joined, rounding):
-        warnings.warn(
-            f"training_step: the loss of the first two microbatches is {joined:.6g} as one batch, and {mean:.6g} as "
-            f"the mean of both, by which they train. {_advice(first, second, joined, rounding)} {SEE}",
-            stacklevel=2,
-        )
-
-
-def _compare_logs(step: JoinedStep, losses: Sequence[float], rounding: float) -> None:
-    """Warn of each number that two microbatches log otherwise than both as one; but for the loss itself."""
-    for call in step.logs.get(0, {}):
-        logs = [log for index in range(4) if (log := step.logs.get(index, {}).get(call)) is not None]
-        values = [float(log.value) for log in logs if log.value is not None]
-        if len(values) < 4 or not math.isfinite(values[2]) or _differ(values[0], values[3], rounding * _LEAST):
-            continue
-        logged = merged_value(call[0], logs[:2])
-        is_loss = bool(losses) and call[0].reduce_fx == "mean"
-        is_loss = is_loss and not any(_differ(a, b, rounding) for a, b in zip(values, losses, strict=False))
-        if logged is None or is_loss or not _differ(logged, values[2], rounding):
-            continue
-        is_sum = call[0].reduce_fx == "mean" and not _differ(values[0] + values[1], values[2], rounding)
-        is_sum = is_sum and values[1] != values[2]  # which is what earlier microbatches have left, too
-        what, fix = "no mean over samples", "Log a torchmetrics.Metric itself, which counts the batch as one"
-        if is_sum:
-            what, fix = "a sum over samples", 'Log a mean, or say reduce_fx="sum"'
-        warnings.warn(
-            f"{step.name}: {call[0].name!r} is logged as {values[2]:.6g} of the first two microbatches as one batch, "
-            f"and as {logged:.6g} of both. It is {what}. {fix}, or set num_microbatches: 1.",
-            stacklevel=2,
-        )
-
-
-def _compare_results(step: JoinedStep, rounding: float) -> None:
-    """Warn of what the step returns, or puts into attributes, for two microbatches otherwise than for both as one."""
-    samples = Sizes.of(next(iter(step.microbatches.values()))[:2], step.weights.of_replica[:2])
-    samples.order = None
-    of_first, of_second, both, again = (step.results[index] for index in range(4))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # merging has told of what it guesses
-        joined = merge([of_first, of_second], samples)
-        differing = [] if [*_unlike(of_first, again, rounding * _LEAST)] else [*_unlike(joined, both, rounding)]
-        differences = [(f"what it returns{where}", got, expected) for where, got, expected in differing]
-        for name, expected in step.rows[2].items():
-            first, second, before = step.rows[0].get(name), step.rows[1].get(name), step.before.get(name)
-            if first is None or second is None or second is first or first.shape[:1] != (samples[0],):
-                continue
-            if getattr(before, "shape", None) == first.shape:  # which may go on: a sum over batches
-                continue
-            rows = merge([first, second], samples)
-            if np.shape(rows) != np.shape(expected):
-                differences.append((f"self.{name}", rows, expected))
-    for what, got, expected in differences:
-        if isinstance(expected, list) or np.shape(expected):
-            fix = "Give a row for each sample, or add up in an attribute (self.counts += counts)"
-        else:
-            fix = "Log a torchmetrics.Metric, which counts the batch as one, or return a count as an integer"
-        warnings.warn(
-            f"{step.name}: {what} is {_text(expected)} for the first two microbatches as one batch, and {_text(got)} "
-            f"joined of both. {fix}, or set num_microbatches: 1.",
-            stacklevel=2,
-        )
-
-
-def _compare_numbers(step: JoinedStep, rounding: float) -> None:
-    """Warn of numbers in attributes that two microbatches, one after the other, leave otherwise than both as one."""
-    first, second, joined, again = (step.numbers[index] for index in range(4))
-    for name in (name for name in joined if name in first and name in second and name in again):
-        if _differ(second[name], joined[name], rounding) and not _differ(first[name], again[name], rounding * _LEAST):
-            warnings.warn(
-                f"{step.name}: self.{name} is {joined[name]:.6g} after the first two microbatches as one batch, and "
-                f"{second[name]:.6g} after one and the other. Set it in {step.hooks}_end, or set "
-                "num_microbatches: 1.",
-                stacklevel=2,
-            )
-
-
-def unlike_buffers(module: LightningModule, step: JoinedStep) -> set[str]:
-    """Return the names of what microbatches, one after the other, leave otherwise than both as one.
-
-    Args:
-        module: the user's module.
-        step: that has run.
-    """
-    first, second, whole = (step.buffers[index] for index in range(3))
-    rounding, names = _rounding(module, torch.float32), set[str]()
-    for name in first.keys() | second.keys() | whole.keys():
-        start = step.start[name]
-        after_first, joined = first.get(name, start), whole.get(name, start)
-        parts = second.get(name, after_first)
-        if [*_unlike(parts, joined, rounding)] or _moves_on(after_first, parts, joined):
-            names.add(name)
-    return names
-
-
-def _moves_on(first: Tensor, second: Tensor, whole: Tensor) -> bool:
-    """Whether a write that does not depend on the batch, as of an average of weights, leaves more the second time."""
-    if not (whole.numel() and whole.is_floating_point() and first.dtype == whole.dtype and torch.equal(first, whole)):
-        return False
-    few = 16 * torch.finfo(whole.dtype).eps
-    return not torch.allclose(second, whole, rtol=0.0, atol=few * float(whole.abs().max()), equal_nan=True)
-
-
-def tell_of_buffers(step: UserStep, names: Collection[str]) -> None:
-    """Warn of buffers in which the microbatches of a step leave something else than the batch."""
-    if names:
-        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        warnings.warn(
-            f"{step.name}: the buffer {min(names)!r}{more} is written for each microbatch, and two leave something "
-            f"else in it than both as one batch. Write to it in {step.hooks}_end, or set num_microbatches: 1.",
-            stacklevel=2,
-        )
-
-
-def _unlike(joined: Any, whole: Any, rounding: float, where: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the paths, with both values, at which two results differ in numbers, shapes or lengths."""
-    if dataclasses.is_dataclass(whole) and type(joined) is type(whole):
-        joined, whole = vars(joined), vars(whole)
-    if isinstance(joined, Mapping) and isinstance(whole, Mapping):
-        for name in (name for name in whole if name in joined):
-            yield from _unlike(joined[name], whole[name], rounding, f"{where}[{name!r}]")
-    elif isinstance(joined, (list, tuple)) and isinstance(whole, (list, tuple)):
-        if len(joined) != len(whole):
-            yield where, joined, whole
-        for index, pair in enumerate(zip(joined, whole, strict=False) if len(joined) == len(whole) else ()):
-            yield from _unlike(*pair, rounding, f"{where}[{index}]")
-    elif isinstance(joined, _NUMBERS) and isinstance(whole, _NUMBERS):
-        joined_tensor, whole_tensor = torch.as_tensor(joined), torch.as_tensor(whole)
-        if joined_tensor.shape != whole_tensor.shape or not _are_equal(joined_tensor, whole_tensor, rounding):
-            yield where, joined, whole
-
-
-def _are_equal(tensor: Tensor, other: Tensor, rounding: float) -> bool:
-    """Whether tensors of one shape are equal but for rounding, by which indices of low precision may differ, too."""
-    if not tensor.numel() or tensor.is_complex():
-        return True
-    if not tensor.is_floating_point():
-        return rounding > _ROUNDING or torch.equal(tensor, other)
-    tensor, other = tensor.double(), other.double()
-    largest = float(other.abs().nan_to_num(posinf=0.0).max())
-    return torch.allclose(tensor, other, rtol=0.0, atol=rounding * (largest + _LEAST), equal_nan=True)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"a {type(value).__name__} of {len(value)}"
-    data = torch.as_tensor(value)
-    return f"{float(data):.6g}" if data.numel() == 1 and not data.is_complex() else f"a tensor of {tuple(data.shape)}"
-
-
-def _advice(first: float, second: float, joined: float, rounding: float) -> str:
-    if not _differ(first + second, joined, rounding):
-        return (
-            "It is a sum over samples: return a mean, or set num_microbatches: 1 (and a smaller batch), or the sum is "
-            "divided by the number of microbatches."
-        )
-    if min(first, second) <= joined <= max(first, second) or not math.isfinite(first + second):
-        return (
-            "If it is a mean over something else than samples (labels that count, weights of classes, a mask), give a "
-            "function of a microbatch that counts it: loss_weight=function, or a method `loss_weight(self, batch)`. If "
-            "samples depend on each other, as in BatchNorm, set num_microbatches: 1."
-        )
-    return (
-        "It depends on which samples are in a microbatch together, or on what earlier ones leave (contrastive losses, "
-        "mixup, BatchNorm, queues, counters): set num_microbatches: 1."
-    )
-
-
-def _differ(number: float, other: float, rounding: float) -> bool:
-    if number == other or (math.isnan(number) and math.isnan(other)):
-        return False
-    return not abs(number - other) <= rounding * (max(abs(number), abs(other)) + _LEAST)
-
-
-def _rounding(module: LightningModule, loss: torch.dtype) -> float:
-    """Return how much two losses of `module` may differ, relative, by the order in which they are computed."""
-    dtypes = {parameter.dtype for parameter in module.parameters()} | {loss}
-    is_full = dtypes <= {torch.float32, torch.float64} and "16" not in str(module.trainer.precision)
-    if is_full and (module.device.type == "cpu" or dtypes == {torch.float64}):
-        return _ROUNDING
-    return max(_LOW_ROUNDING, 4 * torch.finfo(loss).eps)

@@ -104,6 +104,15 @@ def test_labels_may_write_into_as_many_classes_as_the_microbatch_has_samples() -
         torch.zeros(4)[outside["positions"]] = 1.0
 
 
+def test_a_table_that_the_module_keeps_is_written_by_numbers_of_samples_in_every_microbatch() -> None:
+    module, batch = Seen(), {"sample": torch.tensor([4, 0, 9, 7])}
+    module.memory = torch.zeros(10, 2)
+    for _ in range(2):
+        with RowIndices(module, Microbatch(batch, 4)):
+            module.memory[batch["sample"]] = batch["sample"][:, None].float()
+            assert module.memory[batch["sample"]][:, 0].tolist() == [4, 0, 9, 7]
+
+
 def tables(run: Run) -> Any:
     return fit(run, "tables")
 

@@ -1,14 +1,16 @@
-"""Batches with lists that have an element for each sample."""
+"""Batches with lists that have an element for each sample, and what goes by the number or the kind of a sample."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
-from features.toys import Samples
+from features.toys import WIDTH, Encoder, Samples
 from ordinary.rows.data_kinds import SECTION
 from ordinary.uses import Ordinary, Run, fitted, row
 
@@ -80,3 +82,106 @@ def channels(run: Run) -> dict[str, Any]:
 
     loaders = {"train_dataloaders": run.training(Samples(11), 8, collate_fn=collated), "val_dataloaders": None}
     return fitted(run, Channels(), data=loaders)
+
+
+class Buckets:
+    """Batches of a user's own, which only the user could tell the epoch."""
+
+    epoch = 0
+
+    def __iter__(self) -> Any:
+        return iter([list(range(start, start + 4)) for start in (self.epoch, 4, 8, 12)])
+
+    def __len__(self) -> int:
+        return 4
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@row(SECTION, "a batch sampler with a `set_epoch` that Lightning does not call, over two epochs")
+def buckets(run: Run) -> dict[str, Any]:
+    loaders = {"train_dataloaders": DataLoader(Samples(16), batch_sampler=Buckets()), "val_dataloaders": None}
+    return fitted(run, Ordinary(), data=loaders, max_epochs=2, use_distributed_sampler=False)
+
+
+class Constant(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=8)
+        self.log("one", loss, on_step=False, on_epoch=True, batch_size=1)
+        return loss
+
+
+@row(
+    SECTION,
+    "`self.log(..., batch_size=8)` and `batch_size=1` with batches of 7 and a smaller last one",
+    differs={"replicas": "the sampler repeats samples, and without `sync_dist` a replica logs its own, as under DDP"},
+)
+def constant_sizes(run: Run) -> dict[str, Any]:
+    loader = run.training(Samples(17), 7 if run.replicas == 1 else 8)
+    return fitted(run, Constant(), data={"train_dataloaders": loader, "val_dataloaders": None}, max_epochs=2)
+
+
+class Kind(str, Enum):
+    IMAGE = "image"
+    NOTHING = "nothing"
+
+
+class Named(dict):
+    """A dict with its entries as attributes."""
+
+    __getattr__ = dict.__getitem__
+
+
+@dataclass
+class Scaled:
+    values: Tensor
+
+    def __post_init__(self) -> None:
+        self.values = 2 * self.values
+
+
+class Told(Encoder):
+    """Says what it has seen, in a dict of a class of its own."""
+
+    def forward(self, images: Tensor) -> Any:
+        return Named(kind=Kind.IMAGE, scaled=Scaled(super().forward(images)))
+
+
+@row(
+    SECTION,
+    "an encoder returns a dict of its own class: a member of an `Enum`, a dataclass with `__post_init__`",
+)
+class Tells(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.encoder = Told().double()
+
+    def forward(self, batch: Any) -> Tensor:
+        result = self.encoder(batch["images"])
+        features = result.scaled.values if result.kind is Kind.IMAGE else torch.zeros_like(result.scaled.values)
+        return self.decoder(batch["tokens"], features)
+
+
+@row(SECTION, "a memory of features in an attribute, by numbers of samples: `self.memory[numbers] = features`")
+def remembers(run: Run) -> dict[str, Any]:
+    class Remembers(Ordinary):
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory = torch.ones(40, WIDTH, dtype=torch.float64)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            features = self.encoder(batch["images"])
+            near = (features * self.memory[batch["number"]]).mean()
+            self.memory[batch["number"]] = 0.5 * self.memory[batch["number"]] + 0.5 * features.detach()
+            return nn.functional.cross_entropy(self.decoder(batch["tokens"], features), batch["label"]) + 0.1 * near
+
+    class Numbered(Samples):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {**super().__getitem__(index), "number": index}
+
+    loaders = {"train_dataloaders": run.training(Numbered(32)), "val_dataloaders": None}
+    return fitted(run, Remembers(), data=loaders)

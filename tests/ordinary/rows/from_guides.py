@@ -334,9 +334,9 @@ class Perplexity(Ordinary):
     "`if loss > x: loss = loss * 0.5` in the step",
     differs={
         "replicas": "each replica decides by its own samples, as under DDP",
-        "split": "each microbatch decides by its own samples",
-        "pp": "each microbatch decides by its own samples",
+        **dict.fromkeys(("split", "pp"), "each microbatch decides by its own samples"),
     },
+    warns=True,
 )
 class Decides(Ordinary):
     def loss(self, batch: Any) -> Tensor:
