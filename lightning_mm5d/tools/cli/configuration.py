@@ -509,7 +509,9 @@ def _suggestion(message: str) -> str:
     *_, match = [None, *_UNKNOWN.finditer(message)]
     if match is None:
         return ""
-    path, _, key = (match["key"] or match["option"]).rpartition(".")
+    if (option := match["option"]) and option.split(".")[0] in {*FIELDS, *_CHECKED}:
+        return f"Write --trainer.strategy.init_args.{option if '.' in option else path_of(option)}"
+    path, _, key = (match["key"] or option).rpartition(".")
     owner = match["owner"] or {"trainer": "lightning.pytorch.Trainer"}.get(path)
     top = ["trainer", "model", "data", "seed_everything", *FIELDS, *map(path_of, _CHECKED), *_OF_COMMANDS]
     known = _parameters(owner) if owner else [] if path else list(dict.fromkeys(top))

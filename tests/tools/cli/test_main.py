@@ -163,6 +163,25 @@ def test_a_modality_inside_of_another_is_refused_though_the_parser_passes_over_a
         check_early([{"trainer": {"devices": 1, "strategy": strategy}, "model": {}}], [])
 
 
+@pytest.mark.parametrize(
+    ("option", "full"),
+    [
+        ("schedule", "schedule"),
+        ("num_microbatches", "batching.num_microbatches"),
+        ("modalities.language.pp_size", "modalities.language.pp_size"),
+    ],
+)
+def test_an_option_of_the_strategy_without_its_path_is_told_it(option: str, full: str) -> None:
+    said = one_line(f"unrecognized arguments: --{option}=zbv")
+    assert said.endswith(f"Write --trainer.strategy.init_args.{full}")
+
+
+def test_a_configuration_without_its_option_is_told_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (config := tmp_path / "config.yaml").write_text("trainer: {devices: 2}\n")
+    assert main(["fit", str(config)]) == 2
+    assert f"Write --config {config}" in capsys.readouterr().err
+
+
 def test_settings_of_a_strategy_without_its_class_are_refused_beside_a_model() -> None:
     settings: Any = {"init_args": {"modalities": {"language": {}}}}
     trainer = {"devices": 1, "strategy": settings}
