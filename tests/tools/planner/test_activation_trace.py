@@ -73,12 +73,13 @@ class Measured(L.LightningModule):
 
 @pytest.mark.filterwarnings("ignore")
 def test_attributes_of_a_module_that_was_built_without_memory_have_a_device_as_its_parameters_have() -> None:
-    batch = torch.ones(2, 4), torch.tensor([0, 2])
+    batch = torch.ones(64, 4), torch.arange(64) % 3
     modalities = {"vision": Modality(), "language": Modality()}
 
     def traced(module: L.LightningModule) -> list[int]:
         cut = partition(module, modalities)
         units = trace(module, batch, cut, modalities, divide(module, cut, modalities)).units
+        assert not module.accuracy.update_called  # the copy has been
         return [sum(unit.saved.values()) for row in units.values() for unit in row]
 
     with made_construction().without_memory():
