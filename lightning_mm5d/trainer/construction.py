@@ -19,6 +19,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torchmetrics import Metric
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.features import FEATURES, parts
@@ -143,6 +144,10 @@ def _copy(module: _Module, memo: dict[int, Any]) -> _Module:
         clone._buffers[name] = None if buffer is None else _empty(buffer, memo)
     for name, child in module._modules.items():
         clone._modules[name] = None if child is None else _copy(child, memo)
+    if isinstance(clone, Metric):  # its constructor wraps methods, which would write to the original's states
+        state = clone.__getstate__()
+        vars(clone).clear()
+        clone.__setstate__(state)
     return clone
 
 

@@ -201,6 +201,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         _validate(self._strategy, trainer, args[1:])
         if not self.cluster_environment.creates_processes_externally:  # else ranks meet first, and compare
+            if self.num_processes > 1 and sys.argv[:1] in ([""], ["-"], ["-c"]):
+                raise _without_script("this Python reads a text or a pipe")
             check_checkpoint(self._strategy, trainer, function, *args, **kwargs)
         _choose_port(self.cluster_environment)
         # a rank alone gets no variables either, by which a later trainer would take itself for one of several
@@ -344,7 +346,7 @@ def make_launcher(strategy: LaunchedStrategy, *, start_method: Literal["popen", 
     process.
 
     Raises:
-        ConfigError: unknown start method.
+        ConfigError: unknown start method, or no script to be run once more for each rank.
         ImportError: Lightning's launchers are not the ones this was written for.
     """
     check_lightning()
@@ -353,8 +355,18 @@ def make_launcher(strategy: LaunchedStrategy, *, start_method: Literal["popen", 
         raise ConfigError("launch.start_method", start_method, rule, "Use 'popen' in a script, 'fork' in a notebook")
     assert strategy.cluster_environment is not None
     if start_method == "popen" or strategy.cluster_environment.creates_processes_externally:
-        return ScriptLauncher(strategy)
+        launcher = ScriptLauncher(strategy)
+        is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+        if is_interactive and not launcher.is_interactive_compatible:  # which Lightning refuses by its own strategies
+            raise _without_script("this Python is interactive")
+        return launcher
     return ProcessLauncher(strategy, start_method)
+
+
+def _without_script(why: str) -> ConfigError:
+    """The error where there is no script to be run once more."""
+    fix = "Write a script, or use 'fork' (strategy='mm5d_notebook' for replicas)"
+    return ConfigError("launch.start_method", "popen", f"It runs a script once more for each rank, and {why}", fix)
 
 
 def cpu_threads(local_world_size: int) -> int:

@@ -4,6 +4,7 @@ vision: rank 0; language: rank 1; BERT: ranks 0-1, tensor parallel. Hugging Face
 tests/export has its files.
 """
 
+import importlib
 import os
 import runpy
 import subprocess
@@ -19,6 +20,10 @@ import torch
 from nbclient import NotebookClient
 from peft import PeftModel
 from transformers import LlavaForConditionalGeneration
+
+from lightning_mm5d import Modality
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.partition import partition
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 240  # seconds for one command
@@ -69,6 +74,16 @@ def test_readme_and_quickstart_show_the_layouts_that_the_example_runs() -> None:
     assert layouts in (ROOT / "docs/quickstart.md").read_text()
     two_ranks = layouts.splitlines()[1].split(": ", 1)[1].rstrip(",")
     assert two_ranks in (ROOT / "README.md").read_text()
+
+
+def test_the_quickstart_quotes_the_error_of_a_modality_without_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples/quickstart"))
+    monkeypatch.delitem(sys.modules, "module", raising=False)
+    captioner = importlib.import_module("module").Captioner()
+    monkeypatch.delitem(sys.modules, "module")
+    with pytest.raises(ConfigError) as caught:
+        partition(captioner, {"vision": Modality(), "language": Modality()})
+    assert f"`{caught.value}`" in " ".join((ROOT / "docs/quickstart.md").read_text().split())
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it

@@ -239,6 +239,30 @@ def test_where_processes_exist_the_launcher_checks_and_starts_none(start_method:
         launcher.launch(os.getpid)
 
 
+@pytest.mark.parametrize("name", ["-c", "-", ""])
+def test_a_python_that_reads_a_text_or_a_pipe_starts_no_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them would fail to find the script, in words that name no way out."""
+    monkeypatch.setattr(sys, "argv", [name, "an argument"])
+    strategy = TwoStages("popen", LightningEnvironment())
+    strategy._lightning_module = Stages()
+    launcher = launch.make_launcher(strategy, start_method="popen")
+    with pytest.raises(ConfigError, match=r"^launch\.start_method: got 'popen'\. .* reads a text .* or use 'fork'"):
+        launcher.launch(os.getpid)
+    assert launcher.procs == []
+
+
+def test_an_interactive_python_is_told_of_fork_and_not_of_lightnings_strategies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    several: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}
+    for strategy in ("mm5d", MultimodalStrategy(modalities={"vision": 1, "language": 1})):
+        with pytest.raises(ConfigError, match=r"'popen'\. .* is interactive\. .* use 'fork' .*mm5d_notebook"):
+            pl.Trainer(strategy=strategy, **several)
+    pl.Trainer(strategy="mm5d", **several | {"devices": 1})
+    pl.Trainer(strategy=MultimodalStrategy(launch={"start_method": "fork"}), **several)
+
+
 def test_an_unknown_start_method_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"start_method: got 'forkserver'\."):
         launch.make_launcher(TwoStages("popen", External()), start_method="forkserver")  # type: ignore[arg-type]

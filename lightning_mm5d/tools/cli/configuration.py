@@ -104,7 +104,7 @@ def prepare(
     contents = [read_configuration(config) for config in configs]
     if script is not None and not script.is_file():
         raise ConfigError("--script", str(script), "There is no such file", "Name the script that trains")
-    check_early(contents, overrides)
+    check_early(contents, overrides, has_script=script is not None)
     keys = {option[2:].split("=")[0].split(".")[0] for option in overrides if option.startswith("--")}
     if sizes_will_do and script is None and "model" not in keys.union(*contents):
         return Source(configs, contents, script, overrides, has_model=False)
@@ -168,8 +168,13 @@ def _scripts_beside(configs: Sequence[Path]) -> list[Path]:
     return [file for file in files if "LightningCLI" in file.read_text(encoding="utf-8", errors="ignore")]
 
 
-def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> None:
+def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str], *, has_script: bool = False) -> None:
     """Refuse a configuration of the strategy that cannot work, whatever the model and the number of ranks.
+
+    Args:
+        contents: of YAML files, later ones laid on top.
+        overrides: options that lie on top of them.
+        has_script: whether the LightningCLI is a script's, with options and defaults of its own.
 
     Raises:
         ConfigError: at the first field that cannot work, or where the class is named in place of a strategy.
@@ -178,6 +183,9 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
     from jsonargparse import ArgumentError, ArgumentParser
 
     check_numbers(contents, overrides)
+    _check_places(contents, has_script)
+    if not has_script:
+        _check_class(contents, overrides)
     for setting in ((content.get("trainer") or {}).get("strategy") for content in contents):
         if isinstance(setting, str) and setting.rpartition(".")[2] == "MultimodalStrategy":
             fix = "Write strategy: {class_path: lightning_mm5d.MultimodalStrategy}, or strategy: mm5d for replicas"
@@ -218,6 +226,43 @@ def check_numbers(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str
             rule = f"The file says {modality}: {stages}, which leaves no room for another field"
             fix = f"Write {modality}: {{pp_size: {stages}}} there"
             raise ConfigError(f"modalities.{modality}.{field}", value, rule, fix)
+
+
+def _check_places(contents: Sequence[Mapping[str, Any]], has_script: bool) -> None:
+    """Refuse fields of the strategy outside of it: the parser passes over those that hold empty mappings alone.
+
+    Raises:
+        ConfigError: at the first such field.
+    """
+    names = ("init_args", "modalities", "schedule", "placement", "timeline", *OF_STRATEGY)
+    for content in (content for content in contents if isinstance(content.get("trainer"), Mapping)):
+        places = [(f"trainer.{name}", content["trainer"][name]) for name in names if name in content["trainer"]]
+        if not has_script:  # whose LightningCLI may have such options
+            places += [(name, content[name]) for name in names if name in content]
+        strategy = content["trainer"].get("strategy")
+        if isinstance(strategy, Mapping) and "init_args" in strategy:
+            places += [(f"trainer.strategy.{name}", strategy[name]) for name in names[1:] if name in strategy]
+        for place, value in places:
+            name = place.rpartition(".")[2]
+            where = f"trainer.strategy.{name if name == 'init_args' else f'init_args.{name}'}"
+            raise ConfigError(place, value, "It is a setting of the strategy", f"Move it to {where}")
+
+
+def _check_class(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> None:
+    """Refuse settings of a strategy beside a model where nothing names the strategy's class.
+
+    Raises:
+        ConfigError: no file and no option does.
+    """
+    settings = [(content.get("trainer") or {}).get("strategy") for content in contents if "trainer" in content]
+    given = [setting for setting in settings if setting not in (None, {})]
+    names_class = any(not isinstance(setting, Mapping) or "class_path" in setting for setting in given)
+    options = {name for name, _ in _pairs(overrides)}
+    if not given or names_class or not options.isdisjoint({"--trainer.strategy", "--trainer.strategy.class_path"}):
+        return
+    if any("model" in content for content in contents):
+        fix = "Write class_path: lightning_mm5d.MultimodalStrategy, and its settings under init_args"
+        raise ConfigError("trainer.strategy", given[-1], "Nothing names its class", fix)
 
 
 def _modalities_of(contents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -348,7 +393,7 @@ def _lay(under: dict[str, Any], over: Mapping[str, Any]) -> None:
 
 
 def _checked(content: Mapping[str, Any]) -> str:
-    """The fields to be checked as YAML."""
+    """The fields to be checked as YAML; raises ConfigError for unknown ones that the parser passes over."""
     trainer = content.get("trainer")
     strategy: Any = content if "trainer" not in content and "model" not in content else {}
     if isinstance(trainer, dict):
@@ -364,6 +409,9 @@ def _checked(content: Mapping[str, Any]) -> str:
         _check_keys(arguments, only_near="trainer" not in content)
     fields = _without_groups(arguments) if isinstance(arguments, dict) else {}
     checked = {key: fields[key] for key in _CHECKED if key in fields}
+    if isinstance(modalities := checked.get("modalities"), dict):
+        given = {name: spec for name, spec in modalities.items() if isinstance(spec, dict) and "class_path" not in spec}
+        as_modalities({name: {key: spec[key] for key in spec if spec[key] == {}} for name, spec in given.items()})
     text = yaml.safe_dump(checked, sort_keys=False)
     if "${" in text or isinstance(checked.get("modalities"), str):
         raise _UnresolvedError
@@ -461,7 +509,9 @@ def _suggestion(message: str) -> str:
     *_, match = [None, *_UNKNOWN.finditer(message)]
     if match is None:
         return ""
-    path, _, key = (match["key"] or match["option"]).rpartition(".")
+    if (option := match["option"]) and option.split(".")[0] in {*FIELDS, *_CHECKED}:
+        return f"Write --trainer.strategy.init_args.{option if '.' in option else path_of(option)}"
+    path, _, key = (match["key"] or option).rpartition(".")
     owner = match["owner"] or {"trainer": "lightning.pytorch.Trainer"}.get(path)
     top = ["trainer", "model", "data", "seed_everything", *FIELDS, *map(path_of, _CHECKED), *_OF_COMMANDS]
     known = _parameters(owner) if owner else [] if path else list(dict.fromkeys(top))

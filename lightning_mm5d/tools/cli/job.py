@@ -91,7 +91,11 @@ def train(arguments: Sequence[str]) -> None:
 
     Classes may lie beside a configuration, or in the folder where the command runs.
     """
-    configs = configurations(arguments)[0]
+    configs, others = configurations(arguments)
+    if others and Path(others[0]).suffix in (".yaml", ".yml") and Path(others[0]).is_file():
+        raise ConfigError(
+            "CONFIG", others[0], f"mm5d {arguments[0]} takes files by name", f"Write --config {others[0]}"
+        )
     contents = [_content(path) for path in configs]
     with _importable([*(config.parent for config in configs), Path()]), warnings.catch_warnings():
         with suppress(ArgumentError):  # which the parser tells itself

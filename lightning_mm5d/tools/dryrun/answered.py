@@ -199,9 +199,10 @@ class AnsweredTransport:
 
     Attributes:
         sent: what this rank has sent, as `records`.
+        answers: whether a bridge of another rank sends now, for that rank.
     """
 
-    is_ordered = False
+    is_ordered = answers = False
     bytes_sent = unsent = due = 0
 
     def __init__(self, plan: Plan, rank: int, hollow: HollowTensors, messages: Messages, records: Records) -> None:
@@ -267,7 +268,9 @@ class AnsweredTransport:
         meta = {"missing": []} if back else sent.meta
         catcher = _Catcher(channel.dst_rank)
         bridges = Bridges(self._plan, catcher, channel.src_rank, {})  # type: ignore[arg-type]
+        self.answers = True
         bridges.between(first, last, sent.place, back).send(meta, tensors, shards, UNKNOWN, sent.place)
+        self.answers = False
         return catcher.payload
 
     def flush(self) -> None:
@@ -288,7 +291,8 @@ def recorded(transport: Callable[[], AnsweredTransport | None]) -> Generator[Non
     def send(
         bridge: Bridge, meta: Any, tensors: Any, shards: Any = frozenset(), shapes: Any = UNKNOWN, place: Any = None
     ) -> None:
-        if bridge.direction == "activations" and (noting := transport()) is not None and "fails" not in meta:
+        noting = transport()
+        if noting is not None and not noting.answers and bridge.direction == "activations" and "fails" not in meta:
             first, last = bridge.name.split("->")
             forms = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
             noting.sent[first, last].append(Sent(meta, forms, shards, place))

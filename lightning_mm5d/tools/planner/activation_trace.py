@@ -39,6 +39,7 @@ Storages = dict[int, int]
 """bytes of storages by their numbers"""
 
 _LARGE = 2**16
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 """elements of a floating-point buffer above which its values are left out"""
 _SHARDED = {"column": True, "head": True, "row": False, "experts": False}
 """roles of layers with sharded weights, and whether their results are sharded"""
@@ -195,7 +196,7 @@ class _Tracer:
     # --- the step ---
 
     def fill(self, copy: nn.Module, module: nn.Module) -> None:
-        """Give the copy parameters without memory, and copies of the module's small buffers."""
+        """Give the copy parameters without memory, copies of the module's small buffers, and attributes on the CPU."""
         known: dict[int, Any] = {}
         shards = {id(p): self._division.shards.get(name) for name, p in copy.named_parameters()}
         for copied, original in zip(copy.modules(), module.modules(), strict=True):
@@ -208,6 +209,20 @@ class _Tracer:
                 if buffer is not None:
                     large = buffer.is_meta or (buffer.is_floating_point() and buffer.numel() > _LARGE)
                     copied._buffers[name] = self._fake.of(buffer) if large else buffer.detach().cpu().clone()
+            for name, value in vars(copied).items():
+                if name not in _REGISTERED:
+                    vars(copied)[name] = self._on_cpu(value)
+
+    def _on_cpu(self, value: Any) -> Any:
+        """An attribute without the meta device, where constructors leave it: states of metrics, tables, masks."""
+        if isinstance(value, torch.device) and value.type == "meta":
+            return torch.device("cpu")
+        if isinstance(value, Tensor) and value.is_meta:
+            is_table = not value.is_floating_point() and value.numel() <= _LARGE  # in which a step may look up places
+            return torch.zeros(value.shape, dtype=value.dtype) if is_table else self._fake.of(value)
+        if type(value) in (list, tuple):
+            return type(value)(map(self._on_cpu, value))
+        return {key: self._on_cpu(part) for key, part in value.items()} if type(value) is dict else value
 
     def _parameter(self, parameter: nn.Parameter, shard: Shard | None) -> nn.Parameter:
         hollow = nn.Parameter(self._fake.of(parameter.detach()), parameter.requires_grad)

@@ -44,9 +44,15 @@ _AS_VIEWS = {_aten._unsafe_view.default, _aten._reshape_alias.default, _aten.lif
 GROUPED = private(_aten, "_grouped_mm").default
 """the grouped matrix product"""
 _INDEX = _aten.index.Tensor
+_BINCOUNT = _aten.bincount.default
 _SCALAR = _aten._local_scalar_dense.default
 _NAN = float("nan")
 _PLAIN = Tensor.__torch_dispatch__
+
+
+def _counted(_: Tensor, weights: Tensor | None = None, minlength: int = 0) -> int:
+    """How many numbers `torch.bincount` counts, which metrics say; 0 where only the values tell."""
+    return minlength if weights is None else 0
 
 
 Watch = Callable[[Any, Sequence[Tensor], Sequence[Tensor], Sequence[Any]], None]
@@ -118,6 +124,8 @@ class HollowTensors(TorchDispatchMode):
     def _without_values(self, func: Any, kind: str, args: Any, kwargs: Mapping[str, Any], nan: bool) -> Any:
         if func is _SCALAR and (args[0].is_floating_point() or args[0].dtype == torch.bool):  # of a large tensor
             return (_NAN if nan else 1.0) if args[0].is_floating_point() else nan
+        if func is _BINCOUNT and (length := _counted(*args, **kwargs)):
+            return self._new_like(torch.empty(length, dtype=torch.int64, device="meta"))
         masks = [mask for mask in args[1] if mask is not None and mask.dtype == torch.bool] if func is _INDEX else []
         is_dynamic = torch.Tag.dynamic_output_shape in func.tags and func is not _INDEX
         if func is _SCALAR or is_dynamic or any(map(self.is_hollow, masks)):

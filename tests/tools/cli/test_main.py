@@ -139,6 +139,63 @@ def test_a_configuration_that_a_parser_has_written_is_read_again() -> None:
         check_early([{"trainer": {"devices": 3, "strategy": strategy}, "model": {}}], [])
 
 
+@pytest.mark.parametrize("name", ["init_args", "modalities", "batching", "launch", "schedule"])
+def test_a_setting_of_the_strategy_beside_it_is_refused_though_it_holds_nothing_but_empty_mappings(name: str) -> None:
+    strategy = {"class_path": "lightning_mm5d.MultimodalStrategy"}
+    modalities = {"vision": {}, "language": {}}
+    fix = rf"Move it to trainer\.strategy\.(init_args\.)?{name}"
+    with pytest.raises(ConfigError, match=rf"^trainer\.{name}: .* {fix}"):
+        check_early([{"trainer": {"devices": 2, "strategy": strategy, name: modalities}, "model": {}}], [])
+    outside = [{"trainer": {"devices": 2, "strategy": strategy}, "model": {}, name: modalities}]
+    with pytest.raises(ConfigError, match=f"^{name}: .* {fix}"):
+        check_early(outside, [])
+    check_early(outside, [], has_script=True)  # whose LightningCLI may have such an option
+    if name != "init_args":
+        beside = strategy | {"init_args": {}, name: modalities}
+        with pytest.raises(ConfigError, match=rf"^trainer\.strategy\.{name}: .* {fix}"):
+            check_early([{"trainer": {"devices": 2, "strategy": beside}, "model": {}}], [])
+
+
+def test_a_modality_inside_of_another_is_refused_though_the_parser_passes_over_an_empty_mapping() -> None:
+    said = {"modalities": {"language": {"tensor": {}, "vision": {}}}}
+    strategy = {"class_path": "lightning_mm5d.MultimodalStrategy", "init_args": said}
+    with pytest.raises(ConfigError, match=r"^modalities\.language\.vision: got {}. There is no such field"):
+        check_early([{"trainer": {"devices": 1, "strategy": strategy}, "model": {}}], [])
+
+
+@pytest.mark.parametrize(
+    ("option", "full"),
+    [
+        ("schedule", "schedule"),
+        ("num_microbatches", "batching.num_microbatches"),
+        ("modalities.language.pp_size", "modalities.language.pp_size"),
+    ],
+)
+def test_an_option_of_the_strategy_without_its_path_is_told_it(option: str, full: str) -> None:
+    said = one_line(f"unrecognized arguments: --{option}=zbv")
+    assert said.endswith(f"Write --trainer.strategy.init_args.{full}")
+
+
+def test_a_configuration_without_its_option_is_told_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (config := tmp_path / "config.yaml").write_text("trainer: {devices: 2}\n")
+    assert main(["fit", str(config)]) == 2
+    assert f"Write --config {config}" in capsys.readouterr().err
+
+
+def test_settings_of_a_strategy_without_its_class_are_refused_beside_a_model() -> None:
+    settings: Any = {"init_args": {"modalities": {"language": {}}}}
+    trainer = {"devices": 1, "strategy": settings}
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.strategy: .* Write class_path: lightning_mm5d.MultimodalStrategy"
+    ):
+        check_early([{"trainer": trainer, "model": {}}], [])
+    check_early([{"trainer": trainer, "model": {}}], [], has_script=True)  # whose default may be a class
+    check_early([{"trainer": trainer}], [])  # sizes alone
+    check_early([{"trainer": trainer, "model": {}}], ["--trainer.strategy.class_path", "MultimodalStrategy"])
+    whole = settings | {"class_path": "lightning_mm5d.MultimodalStrategy"}
+    check_early([{"trainer": {"strategy": whole}, "model": {}}, {"trainer": trainer}], [])  # the latter lies over it
+
+
 def test_options_that_mend_a_configuration_are_checked_with_it(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("modalities: {language: {pp_size: 2}}\nschedule: 2f2b")

@@ -170,6 +170,14 @@ def test_counts_the_messages_and_bytes_of_a_real_step(layout: Layout) -> None:
         assert messages_of(runs.of(rank)) == real, rank
 
 
+def test_microbatches_of_unlike_sizes_meet_payloads_of_their_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10 samples 3, 3, 2 and 2."""
+    monkeypatch.setattr(Data, "train_dataloader", lambda self: DataLoader(Samples(10), batch_size=10))
+    runs = dry(next(iter(LAYOUTS.values())))
+    for rank in range(3):
+        assert len(runs.of(rank).seconds) == 2
+
+
 def test_memory_is_that_of_the_estimate() -> None:
     runs = dry(next(iter(LAYOUTS.values())))
     job = runs.job

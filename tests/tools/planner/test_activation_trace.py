@@ -9,6 +9,8 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_mm5d import Modality
 from lightning_mm5d.features.refusals.feature import remade
@@ -16,6 +18,7 @@ from lightning_mm5d.partition import partition
 from lightning_mm5d.tensor_parallel.plan_lookup import divide
 from lightning_mm5d.tools.planner.activation_trace import trace
 from lightning_mm5d.tools.planner.hollow_tensors import OptimizerStates
+from lightning_mm5d.trainer.construction import made_construction
 from zoo import CASES
 
 
@@ -48,6 +51,41 @@ def test_saved_bytes_are_those_of_a_real_step(name: str) -> None:
     units = [unit for row in found.units.values() for unit in row]
     storages = {number: size for unit in units for number, size in unit.saved.items()}
     assert sum(storages.values()) == saved(module, batch)
+
+
+class Measured(L.LightningModule):
+    """Attributes that are no buffers: states of metrics, in a module and in a list, and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.accuracy, self.mean = MulticlassAccuracy(3), MeanMetric()
+        self.masks = [torch.ones(8)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, labels = batch
+        scores = self.head(self.vision(images) * self.masks[0])
+        loss = nn.functional.cross_entropy(scores, labels)
+        self.mean(loss)
+        self.log("accuracy", self.accuracy(scores, labels))
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_attributes_of_a_module_that_was_built_without_memory_have_a_device_as_its_parameters_have() -> None:
+    batch = torch.ones(64, 4), torch.arange(64) % 3
+    modalities = {"vision": Modality(), "language": Modality()}
+
+    def traced(module: L.LightningModule) -> list[int]:
+        cut = partition(module, modalities)
+        units = trace(module, batch, cut, modalities, divide(module, cut, modalities)).units
+        assert not module.accuracy.update_called  # the copy has been
+        return [sum(unit.saved.values()) for row in units.values() for unit in row]
+
+    with made_construction().without_memory():
+        hollow = Measured()
+    assert hollow.accuracy.tp.is_meta
+    assert traced(hollow) == traced(Measured())
 
 
 class Linear(L.LightningModule):
