@@ -19,9 +19,10 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.batches import LoaderBatches, VaryingCollator
+from lightning_mm5d.data.loader import LoaderBatches, VaryingCollator
 from lightning_mm5d.data.microbatch import (
     Dealer,
+    Ends,
     Microbatch,
     batch_samples,
     counted,
@@ -122,6 +123,7 @@ class BatchParts:
         self.is_compiled = any(is_compiled(part) or is_compiled_in_place(part) for part in module.modules())
         self.splits = mode == "split" and self._splitter is None
         self.dealer: Dealer | None = None
+        self._ends: Ends = {}
 
     def of_step(self, name: str) -> BatchParts:
         """Return what weighs the microbatches of a step by the code of the step itself."""
@@ -158,7 +160,9 @@ class BatchParts:
         elif sizes := self._sizes_of_loaders(batch):
             parts = split_each(batch, self.count or 1, sizes, image_tokens=self._packed)
         else:
-            parts = split(batch, self.count, size=self._size or 1, image_tokens=self._packed, dealer=self.dealer)
+            parts = split(
+                batch, self.count, size=self._size or 1, image_tokens=self._packed, dealer=self.dealer, known=self._ends
+            )
         if is_first and self.count is not None and 0 < len(parts) < self.count and not self._varies():
             samples = sum(part.samples for part in parts)
             rule = f"A batch gives at most {len(parts)} (samples: {samples})"

@@ -24,7 +24,7 @@ import io
 import logging
 from collections.abc import Collection, Mapping
 
-from lightning_mm5d.data.batches import split_replicas
+from lightning_mm5d.data.loader import split_replicas
 from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.features.first_batch.joined_step import (
     SEE,
