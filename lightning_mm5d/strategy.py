@@ -37,8 +37,7 @@ from lightning_mm5d.config.groups import (
 )
 from lightning_mm5d.config.modality import Modality, as_modalities, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import BACKENDS
-from lightning_mm5d.data.batches import per_replica
-from lightning_mm5d.data.loader import group_batches, shard_loader
+from lightning_mm5d.data.loader import group_batches, per_replica, shard_loader
 from lightning_mm5d.data.random_state import packed_state
 from lightning_mm5d.data.replica_view import as_replica, seen_replica
 from lightning_mm5d.gradients.gradients import skipped
@@ -50,6 +49,7 @@ from lightning_mm5d.trainer.construction import configured, is_configured, try_c
 from lightning_mm5d.trainer.feature import made_features
 from lightning_mm5d.trainer.kept_shards import kept_plan, refuse_other_processes
 from lightning_mm5d.trainer.launch import ProcessLauncher
+from lightning_mm5d.trainer.process_strategy import required
 from lightning_mm5d.trainer.replica_collectives import DataloaderHooks, ReplicaCollectives, put_in_no_sampler
 from lightning_mm5d.trainer.session import RunOptions, Session
 from lightning_mm5d.trainer.statements import layout_fields, loader, optimizers, structure
@@ -62,7 +62,6 @@ from lightning_mm5d.trainer.validation import (
     check_module,
     check_package,
     explain_other_modules,
-    required,
 )
 
 

@@ -71,7 +71,7 @@ NAMES_OF_STAGES = "lightning_mm5d.schedule.graph"
 # Outside of the trainer, features and the strategy.
 KNOW_LIGHTNING = {
     "data.samplers",
-    "data.batches",
+    "data.loader",
     "partition.parts",
     "checkpoint.full_file",
 }

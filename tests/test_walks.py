@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +17,10 @@ from features.toys import TWINS, Run, Toy, together
 ROOT = Path(lightning_mm5d.__file__).parent
 OVER_NCCL = {"engine/ordered_transport.py"}
 SPLIT_BACKWARDS = {"stage/deferred.py"}
+MOST = 42
+"""files of the core that one batch passes, with those that only its hooks, logs and dataloaders need"""
+OF_STRUCTURE = {"config", "layout", "storage", "schedule", "source", "partition", "plan", "data_parallel", "checkpoint"}
+"""rooms that answer by layout, model and fields alone, or only ranks that share parameters: no batch asks them again"""
 
 
 class Walk(L.Callback):
@@ -51,10 +56,20 @@ def described() -> set[str]:
     return found
 
 
-def test_a_batch_passes_every_file_of_the_walks() -> None:
+@cache
+def passed_files() -> set[str]:
     """vision: rank 0, for both replicas of language: ranks 1-2"""
-    passed = {file for files in together(TWINS, walk) for file in files}
-    named = described()
+    return {file for files in together(TWINS, walk) for file in files}
+
+
+def test_a_batch_passes_few_files_and_none_that_the_structure_has_answered() -> None:
+    core = {file for file in passed_files() if not file.startswith("features/")}
+    assert {file for file in core if file.partition("/")[0] in OF_STRUCTURE} == set()
+    assert len(core) <= MOST
+
+
+def test_a_batch_passes_every_file_of_the_walks() -> None:
+    passed, named = passed_files(), described()
     assert len(named) > 20
     assert {file for file in named if not (ROOT / file).exists()} == set()
     assert named - passed == OVER_NCCL | SPLIT_BACKWARDS

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from lightning_mm5d.data.packed_images import (
     asked_ways,
     counted_ways,
     is_table,
+    is_told,
     kind_of,
     owns_other_rows,
     packed_rows,
@@ -69,6 +70,12 @@ Dealer = Callable[[Mapping[str, Sequence[int]], Sequence[int]], "list[list[int]]
 Takes how many rows of each packed kind every sample owns, ``{"image": [2, 0, 5]}``, and the sizes of the microbatches;
 returns the samples of each, in rising order; None leaves the order of the batch.
 """
+
+
+_Rows = tuple[tuple[Hashable, ...], int, int | None, int]
+"""names of fields, their rows, and how many microbatches there are or how large they are"""
+Ends = dict[_Rows, "list[int] | None"]
+"""where batches with one row for each sample are cut; None for those whose rows must be looked at"""
 
 
 class _Cut(NamedTuple):
@@ -163,6 +170,7 @@ def split(
     size: int = 1,
     image_tokens: PackedTokens | None = None,
     dealer: Dealer | None = None,
+    known: Ends | None = None,
 ) -> list[Microbatch]:
     """Cuts ``batch`` into M microbatches whose sizes differ by at most one sample, or into ones of ``size`` samples.
 
@@ -180,6 +188,7 @@ def split(
         size: samples of each microbatch but the last, where M is None.
         image_tokens: placeholder ids by which packed images, videos and audio are assigned to samples.
         dealer: says which samples each microbatch has; without it these follow each other. Tensors are then copied.
+        known: remembers where batches of one structure are cut, from call to call.
 
     Returns:
         min(B, M) microbatches, or ceil(B / size). One microbatch is the batch itself, whatever is in it.
@@ -189,6 +198,15 @@ def split(
     """
     if num_microbatches is not None and num_microbatches < 1:
         raise ConfigError("batching.num_microbatches", num_microbatches, "It counts microbatches", "Use 1 or more")
+    if known is not None and dealer is None:
+        key = _of_rows(batch, num_microbatches, size)
+        if key is not None and key not in known:
+            names, count, *_ = key
+            told = any(is_told(name, image_tokens or PackedTokens()) for name in names)
+            known[key] = None if told else _ends(count, num_microbatches, size)
+        if key is not None and (ends := known[key]) is not None and len(ends) > 2:
+            pairs = pairwise(ends)
+            return [Microbatch({name: x[a:b] for name, x in batch.items()}, b - a) for a, b in pairs]
     samples = batch_samples(batch)
     if samples == 0:
         rule = "A batch has at least one sample"
@@ -201,10 +219,7 @@ def split(
     if samples is None:
         rule = "The tensors of a batch must agree on dim 0, or some must have names such as input_ids"
         raise _disagreement(dict(leaves(batch)), rule)
-    if num_microbatches is None:
-        ends = [*range(0, samples, size), samples]
-    else:
-        ends = list(accumulate(even_lengths(samples, min(samples, num_microbatches)), initial=0))
+    ends = _ends(samples, num_microbatches, size)
     cuts = _plan(batch, samples, ends if dealer is None else [*range(samples + 1)], image_tokens or PackedTokens())
     if dealer is not None:
         sizes = [end - start for start, end in pairwise(ends)]
@@ -213,6 +228,21 @@ def split(
             return [Microbatch(_taken(batch, cuts, _rows_of(deal)), len(deal), places=tuple(deal)) for deal in dealt]
         cuts = {path: cut.at(ends) for path, cut in cuts.items()}
     return [Microbatch(_taken(batch, cuts, _part(m)), end - start) for m, (start, end) in enumerate(pairwise(ends))]
+
+
+def _ends(samples: int, num_microbatches: int | None, size: int) -> list[int]:
+    """Where microbatches begin and end: ``[0, 3, 5]`` of 5 samples in two."""
+    if num_microbatches is None:
+        return [*range(0, samples, size), samples]
+    return list(accumulate(even_lengths(samples, min(samples, num_microbatches)), initial=0))
+
+
+def _of_rows(batch: Any, num_microbatches: int | None, size: int) -> _Rows | None:
+    """Return what decides where a dict of tensors with equal numbers of rows is cut; None of any other batch."""
+    if type(batch) is not dict:
+        return None
+    lengths = {len(x) if type(x) is torch.Tensor and x.ndim else 0 for x in batch.values()}
+    return (tuple(batch), lengths.pop(), num_microbatches, size) if len(lengths) == 1 and 0 not in lengths else None
 
 
 def joined_parts(batch: Any, parts: Sequence[Microbatch], image_tokens: PackedTokens) -> Microbatch:

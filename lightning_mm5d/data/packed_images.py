@@ -95,6 +95,13 @@ def kind_of(name: Hashable) -> str | None:
     return next((kind for kind, pattern in _NAMES.items() if re.search(pattern, str(name))), None)
 
 
+def is_told(name: Hashable, tokens: PackedTokens) -> bool:
+    """Whether the rows of a field of this `name` may be others than one for each sample, or tell so of other fields."""
+    text = str(name)
+    may_be_packed = kind_of(name) is not None or any(name in fields for _, fields in tokens.named.values())
+    return may_be_packed or text == "position_ids" or text.endswith("_items") or bool(_COUNTS.search(text))
+
+
 def is_table(value: Any) -> bool:
     """Whether a list holds the sizes of items as pairs or triples of numbers: ``image_sizes`` as ``[(336, 672)]``."""
     rows = value if isinstance(value, list | tuple) else ()

@@ -27,6 +27,7 @@ from torch.utils.data._utils import worker as torch_worker
 from lightning_mm5d.config.errors import private
 
 _DEFAULT_GROUP = "_get_default_group"  # what `get_rank` and `get_world_size` ask, however they were imported
+_NAMES = vars(distributed_c10d)
 _KNOW_RANKS = ("torch.distributed.", "lightning_mm5d.", "lightning.", "pytorch_lightning.")
 
 
@@ -41,7 +42,7 @@ class ReplicaView:
     def __init__(self, replica: int, num_replicas: int) -> None:
         self.replica, self.num_replicas = replica, num_replicas
         self.thread = threading.get_ident()
-        self.before: Any = private(distributed_c10d, _DEFAULT_GROUP)
+        self.before: Any = _default_group()
 
     def __call__(self) -> Any:
         """Return what takes the place of the default group for who asks."""
@@ -112,8 +113,14 @@ def is_shown() -> bool:
     return next(_views(), None) is not None
 
 
+def _default_group() -> Any:
+    if _DEFAULT_GROUP not in _NAMES:
+        private(distributed_c10d, _DEFAULT_GROUP)  # says that it has moved
+    return _NAMES[_DEFAULT_GROUP]
+
+
 def _views() -> Iterator[ReplicaView]:
-    group = private(distributed_c10d, _DEFAULT_GROUP)
+    group = _default_group()
     while isinstance(group, ReplicaView):
         yield group
         group = group.before
@@ -121,7 +128,7 @@ def _views() -> Iterator[ReplicaView]:
 
 def _show(replica: int, num_replicas: int) -> ReplicaView:
     view = ReplicaView(replica, num_replicas)
-    vars(distributed_c10d)[_DEFAULT_GROUP] = view
+    _NAMES[_DEFAULT_GROUP] = view
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(replica), str(num_replicas)
     return view
 
@@ -129,6 +136,6 @@ def _show(replica: int, num_replicas: int) -> ReplicaView:
 def _hide(view: ReplicaView) -> None:
     above = next((other for other in _views() if other.before is view), None)
     if above is None:
-        vars(distributed_c10d)[_DEFAULT_GROUP] = view.before
+        _NAMES[_DEFAULT_GROUP] = view.before
     else:  # another thread has begun to read meanwhile
         above.before = view.before

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mm5d.config.errors import private
+from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.data.random_state import StepDraws, kept_random_state, seed_all, seed_of
 from lightning_mm5d.engine.bridge import Bridge, Bridges
@@ -40,9 +40,9 @@ from lightning_mm5d.engine.flight import (
     with_grads,
 )
 from lightning_mm5d.engine.ordered_transport import Wire
-from lightning_mm5d.engine.preparation import Preparation
-from lightning_mm5d.engine.promises import Promises, marked
-from lightning_mm5d.engine.step import Step, StepGathers, count_of, meeting
+from lightning_mm5d.engine.preparation import Exchange, Preparation
+from lightning_mm5d.engine.promises import Promises
+from lightning_mm5d.engine.step import Step, StepGathers
 from lightning_mm5d.engine.transport import UNKNOWN, Shapes
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule
@@ -57,6 +57,7 @@ Ending = Callable[[StageKey, Sequence[nn.Parameter] | None, int], AbstractContex
 _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 _Flights = dict[tuple[StageKey, int], Flight]
 _Due = dict[tuple[StageKey, int], Deferred]
+_Exchanges = Mapping[tuple[StageKey, int], Exchange]
 
 _UNUSED = "appears to not have been used in the graph"  # torch, of an input of `torch.autograd.grad`
 _ACROSS = (
@@ -80,6 +81,22 @@ def named(action: Action) -> AbstractContextManager[Any]:
     Without a profiler this costs one call.
     """
     return torch.profiler.record_function(str(action)) if _is_profiled() else nullcontext()
+
+
+def count_of(step: Step) -> int:
+    """Return how many microbatches each replica has, which must be equal on replicas that share this rank."""
+    counts = {replica: len(parts) for replica, parts in step.microbatches.items()}
+    if len(set(counts.values())) > 1:
+        each = ", ".join(f"{count} of replica {replica}" for replica, count in sorted(counts.items()))
+        rule = "Replicas that share ranks have equal numbers of microbatches in a step"
+        fix = "Give them batches of equal sizes, or with num_microbatches of that many samples and more"
+        raise ConfigError("batching.num_microbatches", each, rule, fix)
+    return max(counts.values())
+
+
+def _payloads(exchange: Exchange) -> list[Payload]:
+    """Return what a stage receives for a microbatch, waiting until it is there."""
+    return [unpacked(*bridge.recv(exchange.place)) for bridge, _ in exchange.sources]
 
 
 class Engine:
@@ -129,9 +146,9 @@ class Engine:
         self.count = num_microbatches or 1
         self._plan, self._runtime, self._views, self._transport = plan, runtime, views, transport
         self._device = device
-        self._bridges = Bridges(plan, transport, rank, instances)
+        bridges = Bridges(plan, transport, rank, instances)
         is_ordered = transport is not None and transport.is_ordered
-        self.preparation = Preparation(plan, self._bridges, schedule, num_microbatches, rank, is_ordered=is_ordered)
+        self.preparation = Preparation(plan, bridges, schedule, num_microbatches, rank, is_ordered=is_ordered)
         self._promises = Promises(hosts) if is_ordered else None
         self._has_checked_loss = False
         order = plan.topology.order
@@ -158,7 +175,7 @@ class Engine:
         count = count_of(step)
         self.count = count
         prepared = self.preparation.of(count, trainable, frozenset(step.microbatches), not step.trains)
-        graph, actions, groups, arrivals, receipts, split_stages, last_actions = prepared
+        actions, exchanges, groups, arrivals, receipts, split_stages, last_actions = prepared
         for bridge, number in arrivals.items():
             bridge.expect(number)
         if self._promises is not None:
@@ -185,8 +202,8 @@ class Engine:
                     deferred = [Deferred() if stage in split_stages else None for _ in group]
                     uncounted = discards and not self._views[stage].is_last
                     with step.uncounted() if uncounted else nullcontext():
-                        begun = self._forwards(step, graph, group, deferred)
-                    if step.trains and graph.has_backward(stage):
+                        begun = self._forwards(step, exchanges, group, deferred)
+                    if step.trains and exchanges[stage, group[0].microbatch].has_backward:
                         flights.update(
                             ((stage, action.microbatch), flight) for action, flight in zip(group, begun, strict=True)
                         )
@@ -234,6 +251,13 @@ class Engine:
         for hook in self._around_step:
             hook.starts()
 
+    def _meeting(self, action: Action, deferred: Deferred | None = None) -> AbstractContextManager[None]:
+        return nullcontext() if self._meets is None else self._meets.during(action, deferred)
+
+    def _met(self, function: Callable[[], Any], action: Action, deferred: Deferred | None = None) -> Callable[[], Any]:
+        """Return a function that computes an action, with replicas that meet in it."""
+        return function if self._meets is None else self._meets.during(action, deferred)(function)
+
     def take(self) -> Action | None:
         """Return the action that runs, which is of one microbatch at a time."""
         return self.action
@@ -242,56 +266,60 @@ class Engine:
         """Go on with an action that `take` returned."""
         self.action = state
 
-    def _place(self, action: Action) -> tuple[int, int]:
-        """The replica and the index of the microbatch of an action."""
-        return divmod(action.microbatch, self.count)
-
     # --- forwards ---
 
     def _forwards(
-        self, step: Step, graph: Graph, actions: Sequence[Action], deferred: Sequence[Deferred | None]
+        self, step: Step, exchanges: _Exchanges, actions: Sequence[Action], deferred: Sequence[Deferred | None]
     ) -> list[Flight]:
         """Run the forwards of a group, side by side or one after another; what they send leaves after all of them."""
         stage = actions[0].stage
-        given = [(action, step.microbatches[(at := self._place(action))[0]][at[1]]) for action in actions]
+        group = [exchanges[stage, action.microbatch] for action in actions]
+        given = [
+            (action, exchange, step.microbatches[exchange.place[0]][exchange.place[1]])
+            for action, exchange in zip(actions, group, strict=True)
+        ]
         forwards: list[Forward] = []
-        with torch.set_grad_enabled(step.trains and graph.has_backward(stage)):
-            beside, batches = self.beside, [part.batch for _, part in given]
+        with torch.set_grad_enabled(step.trains and group[0].has_backward):
+            beside, batches = self.beside, [part.batch for *_, part in given]
             # whether it is known of all microbatches if their stage makes shapes of values
             known = self._promises is None or all(
-                not self._promises.watches(action.stage, self._place(action)) for action in actions
+                not self._promises.watches(stage, exchange.place) for exchange in group
             )
             if len(actions) > 1 and beside is not None and beside.applies(step, stage, batches, known=known):
-                payloads = [self._payloads(graph, action) for action in actions]
+                payloads = [_payloads(exchange) for exchange in group]
                 calls = [
-                    meeting(self._meets, action, due)(partial(self._forward, step, action, part, received, due))
-                    for (action, part), received, due in zip(given, payloads, deferred, strict=True)
+                    self._met(partial(self._forward, step, *each, received, due), each[0], due)
+                    for each, received, due in zip(given, payloads, deferred, strict=True)
                 ]
                 self._starts()
                 with copied_buffers(self._spared_buffers.get(stage, ())):
                     forwards = beside.run(stage, calls, [self, *step.scopes], backward=False)
             are_beside = bool(forwards)
-            for (action, part), due in zip(given, deferred, strict=True) if not are_beside else ():
+            for (action, exchange, part), due in zip(given, deferred, strict=True) if not are_beside else ():
                 self.action = action
-                with meeting(self._meets, action, due):  # until replicas have met, and before anything is sent
-                    received = self._payloads(graph, action)
+                with self._meeting(action, due):  # until replicas have met, and before anything is sent
+                    received = _payloads(exchange)
                     self._starts()
                     watching = nullcontext() if beside is None else beside.watching(step, stage, part.batch)
                     with copied_buffers(self._spared_buffers.get(stage, ())), watching:
-                        forwards.append(self._forward(step, action, part, received, due))
-            return [self._flight(step, graph, forward, are_beside) for forward in forwards]
-
-    def _payloads(self, graph: Graph, action: Action) -> list[Payload]:
-        place = self._place(action)
-        bridges = [self._bridges.between(other, action.stage, place) for other in graph.predecessors(action.stage)]
-        return [unpacked(*bridge.recv(place)) for bridge in bridges]
+                        forwards.append(self._forward(step, action, exchange, part, received, due))
+            return [
+                self._flight(step, exchange, forward, are_beside)
+                for exchange, forward in zip(group, forwards, strict=True)
+            ]
 
     def _forward(
-        self, step: Step, action: Action, part: Microbatch, payloads: list[Payload], deferred: Deferred | None
+        self,
+        step: Step,
+        action: Action,
+        exchange: Exchange,
+        part: Microbatch,
+        payloads: list[Payload],
+        deferred: Deferred | None,
     ) -> Forward:
         """Run the user's step as one stage on one microbatch."""
         self.action = action
-        stage, (replica, index), loss = action.stage, self._place(action), None
+        stage, (replica, index), loss = action.stage, exchange.place, None
         if step.random_key is not None:
             seed_all(seed_of(*step.random_key, index, replica), self._device)
         draws = None if step.random_key is None else StepDraws((*step.random_key, index, replica), stage, self._device)
@@ -311,15 +339,18 @@ class Engine:
                 self._check_first_loss(loss, stage)
         return Forward(action, part, run, payloads, shapes, loss)
 
-    def _flight(self, step: Step, graph: Graph, forward: Forward, is_beside: bool) -> Flight:
+    def _flight(self, step: Step, exchange: Exchange, forward: Forward, is_beside: bool) -> Flight:
         """Send what a forward passes on; return what its backward needs."""
-        stage, place, run = forward.action.stage, self._place(forward.action), forward.run
+        place, run = exchange.place, forward.run
         passed: list[Tensor] = []  # which its receivers on this rank may hold, too
-        sent = [self._send(run, other, place, forward.shapes, step.fails, passed) for other in graph.successors(stage)]
+        sent = [
+            (back, self._send(run, other, bridge, place, forward.shapes, step.fails, passed))
+            for other, bridge, back in exchange.targets
+        ]
         received = [
-            (self._bridges.between(other, stage, place, back=True), *with_grads(payload))
-            for other, payload in zip(graph.predecessors(stage), forward.payloads, strict=True)
-            if graph.has_backward(other)
+            (back, *with_grads(payload))
+            for (_, back), payload in zip(exchange.sources, forward.payloads, strict=True)
+            if back is not None
         ]
         for hook in self._around_step:
             hook.ran(forward, passed)
@@ -348,22 +379,28 @@ class Engine:
             raise
 
     def _send(
-        self, run: Run, other: StageKey, place: tuple[int, int], shapes: Shapes, fails: bool, passed: list[Tensor]
-    ) -> tuple[Bridge, list[Tensor]]:
-        stage = run.stage.name
+        self,
+        run: Run,
+        other: StageKey,
+        bridge: Bridge,
+        place: tuple[int, int],
+        shapes: Shapes,
+        fails: bool,
+        passed: list[Tensor],
+    ) -> list[Tensor]:
+        """Send what a run passes on to another stage; return the tensors of it that want gradients."""
         if fails:
             payload = Payload({**{part: [] for part in PARTS}, "fails": True})
-            self._bridges.between(stage, other, place).send(payload.meta, [], payload.local, place=place)
-            return self._bridges.between(stage, other, place, back=True), []
+            bridge.send(payload.meta, [], payload.local, place=place)
+            return []
         consumed = self._plan.topology.consumes.get(other, frozenset())
-        modality, target = stage.modality, other.modality
+        modality, target = run.stage.name.modality, other.modality
         payload = run.payload(consumed, modality if modality == target else None)
         shapes = shapes._replace(promised=shapes.promised and not payload.has_values)
         meta = {**payload.meta, "local": sorted(payload.local)} if payload.local else payload.meta
-        bridge = self._bridges.between(stage, other, place)
-        bridge.send(marked(meta, shapes), payload.tensors, payload.local, shapes, place)
+        bridge.send(shapes.marked(meta), payload.tensors, payload.local, shapes, place)
         passed += payload.tensors
-        return self._bridges.between(stage, other, place, back=True), with_grads(payload)[0]
+        return with_grads(payload)[0]
 
     # --- backwards ---
 
@@ -407,13 +444,13 @@ class Engine:
                 arrivals = [flight.arrivals() for flight in flights]
                 self._starts()
                 given = zip(actions, flights, arrivals, strict=True)
-                calls = [meeting(self._meets, each[0])(partial(self._backward, *each)) for each in given]
+                calls = [self._met(partial(self._backward, *each), each[0]) for each in given]
                 self.beside.run(stage, calls, [self], backward=True)
         else:
             for action, flight in zip(actions, flights, strict=True):
                 self.action = action
                 ends = ending(stage, None, 1) if ending and action is actions[-1] else nullcontext()
-                with ends, meeting(self._meets, action):
+                with ends, self._meeting(action):
                     arrivals.append(flight.arrivals())
                     self._starts()
                     self._backward(action, flight, arrivals[-1])

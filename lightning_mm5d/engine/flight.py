@@ -25,7 +25,6 @@ from torch import Tensor
 
 from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.engine.bridge import Bridge
-from lightning_mm5d.engine.promises import marked
 from lightning_mm5d.engine.step import Scope, Step
 from lightning_mm5d.engine.transport import Shapes
 from lightning_mm5d.schedule import Action
@@ -98,7 +97,7 @@ class Flight:
             shards = frozenset(place for place, index in enumerate(present) if index in local)
             # copies: a parameter may have taken the same memory for its gradient, and later microbatches add to that
             grads = [tensors[index].grad.clone() for index in present]  # type: ignore[union-attr]
-            bridge.send(marked({"missing": missing}, shapes), grads, shards, shapes, self.place)
+            bridge.send(shapes.marked({"missing": missing}), grads, shards, shapes, self.place)
 
 
 def unpacked(meta: Any, tensors: list[Tensor]) -> Payload:

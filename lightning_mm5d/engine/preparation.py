@@ -16,12 +16,28 @@ Receipt = tuple[Bridge, tuple[int, int]]
 """A payload that arrives: on which bridge, and the replica and index of its microbatch."""
 
 
+class Exchange(NamedTuple):
+    """What a stage exchanges with other stages for one microbatch.
+
+    Attributes:
+        place: replica and index of the microbatch.
+        has_backward: whether the stage runs backwards.
+        sources: the bridge from each earlier stage, and that on which its gradients leave; None where it wants none.
+        targets: each later stage with the bridge to it, and that on which gradients come back.
+    """
+
+    place: tuple[int, int]
+    has_backward: bool
+    sources: tuple[tuple[Bridge, Bridge | None], ...]
+    targets: tuple[tuple[StageKey, Bridge, Bridge], ...]
+
+
 class Prepared(NamedTuple):
     """A rank's part of a step.
 
     Attributes:
-        graph: of the step.
         actions: of this rank, in order.
+        exchanges: of each stage and microbatch of this rank.
         groups: the numbers of actions that begin after all that any of them receives, and send after all of them have
             ended; of most groups one action.
         arrivals: how many payloads come, by their bridges.
@@ -31,8 +47,8 @@ class Prepared(NamedTuple):
         last_actions: of each stage the last one that gives gradients.
     """
 
-    graph: Graph
     actions: list[Action]
+    exchanges: dict[tuple[StageKey, int], Exchange]
     groups: list[range]
     arrivals: Counter[Bridge]
     receipts: list[list[Receipt]]
@@ -97,16 +113,15 @@ class Preparation:
             for action in self._plan.topology.actions_of(self._rank, schedule, count)
             if action.microbatch // count in replicas
         ]
+        keys = dict.fromkeys((action.stage, action.microbatch) for action in actions)
+        exchanges = {(stage, number): self._exchange(graph, stage, divmod(number, count)) for stage, number in keys}
         arrivals: Counter[Bridge] = Counter()
         for action in actions:
-            if action.kind is Kind.W:
-                continue
-            place, between = divmod(action.microbatch, count), self._bridges.between
+            exchange = exchanges[action.stage, action.microbatch]
             if action.kind is Kind.F:
-                arrivals.update(between(other, action.stage, place) for other in graph.predecessors(action.stage))
-            else:
-                others = graph.successors(action.stage)
-                arrivals.update(between(action.stage, other, place, back=True) for other in others)
+                arrivals.update(bridge for bridge, _ in exchange.sources)
+            elif action.kind is not Kind.W:
+                arrivals.update(back for *_, back in exchange.targets)
         receipts: list[list[Receipt]] = []
         grouping = None if forward_only else self._plan.graphs.grouping(count)
         for turn in IssueOrder(schedule, graph, grouping).turns(actions) if self._is_ordered and arrivals else []:
@@ -117,7 +132,22 @@ class Preparation:
                 receipts[-1].append((self._bridges.between(*ends, place, back=message.gradients), place))
         split_stages = frozenset(action.stage for action in actions if action.kind is Kind.I)
         last = {action.stage: action for action in actions if action.kind is not Kind.F}
-        return Prepared(graph, actions, _groups(actions, grouping), arrivals, receipts, split_stages, last)
+        return Prepared(actions, exchanges, _groups(actions, grouping), arrivals, receipts, split_stages, last)
+
+    def _exchange(self, graph: Graph, stage: StageKey, place: tuple[int, int]) -> Exchange:
+        between = self._bridges.between
+        sources = [
+            (
+                between(other, stage, place),
+                between(other, stage, place, back=True) if graph.has_backward(other) else None,
+            )
+            for other in graph.predecessors(stage)
+        ]
+        targets = [
+            (other, between(stage, other, place), between(stage, other, place, back=True))
+            for other in graph.successors(stage)
+        ]
+        return Exchange(place, graph.has_backward(stage), tuple(sources), tuple(targets))
 
 
 def _groups(actions: Sequence[Action], grouping: Grouping | None) -> list[range]:

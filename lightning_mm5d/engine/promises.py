@@ -33,13 +33,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mm5d.engine.step import Step
-from lightning_mm5d.engine.transport import Shapes
+from lightning_mm5d.engine.transport import VARIES, Shapes
 from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.stage import Payload
 
 _MOST = 4096  # microbatch shapes of a stage that can be promised, so that ever new ones do not fill the memory
-_VARIES = "varies"
 _READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
 _SPLITS = frozenset({torch.tensor_split, Tensor.tensor_split})
 _PACKS = torch.ops.aten._pack_padded_sequence.default
@@ -122,7 +121,7 @@ class Promises:
             received: `meta` of the gradients that it has received.
         """
         key, promised = self.shapes(stage, place)
-        if promised and not any(_VARIES in meta for meta in received):
+        if promised and not any(VARIES in meta for meta in received):
             self._made_back.add((stage, key))
         return Shapes(key, promised=(stage, key) in self._made_back)
 
@@ -141,7 +140,7 @@ class Promises:
         key = self._keys[place]
         fixed = self._fixed.get((stage, key))
         if not self.watches(stage, place):
-            if fixed and not any(payload.meta.get(_VARIES) for payload in received):
+            if fixed and not any(payload.meta.get(VARIES) for payload in received):
                 self._promised.add((stage, key))
             yield self.shapes(stage, place)
             return
@@ -150,11 +149,6 @@ class Promises:
         with step.reads() as asked, reads, shapes:
             yield self.shapes(stage, place)
         self._fixed[stage, key] = not (reads.seen or shapes.seen or asked) and before == _numbers()
-
-
-def marked(meta: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """Return a payload's `meta`, which tells the stages after this one whether they can promise something."""
-    return meta if shapes.promised or shapes.key is None else {**meta, _VARIES: True}
 
 
 def _numbers() -> tuple[Any, ...]:

@@ -88,17 +88,6 @@ class Step(Protocol):
         """
 
 
-def count_of(step: Step) -> int:
-    """Return how many microbatches each replica has, which must be equal on replicas that share this rank."""
-    counts = {replica: len(parts) for replica, parts in step.microbatches.items()}
-    if len(set(counts.values())) > 1:
-        each = ", ".join(f"{count} of replica {replica}" for replica, count in sorted(counts.items()))
-        rule = "Replicas that share ranks have equal numbers of microbatches in a step"
-        fix = "Give them batches of equal sizes, or with num_microbatches of that many samples and more"
-        raise ConfigError("batching.num_microbatches", each, rule, fix)
-    return max(counts.values())
-
-
 class StepGathers:
     """The gathers of parameters in the steps of one rank.
 
@@ -151,7 +140,12 @@ class StepGathers:
 
     @contextmanager
     def during(self, action: Action, deferred: Deferred | None) -> Iterator[None]:
-        """Enter around an action, as `meeting` says."""
+        """Enter around what an action computes: replicas meet in it.
+
+        Args:
+            action: a forward, or a backward that computes input gradients.
+            deferred: of a forward, takes the weight gradients that its backward puts off.
+        """
         products = nullcontext if deferred is None else partial(DeferredProducts, deferred)
         flight, forward = (action.stage, action.microbatch), action.kind is Kind.F
         with ExitStack() as stack:
@@ -180,19 +174,6 @@ class StepGathers:
         if key not in self._known:
             self._known[key] = why_apart(self._plan, schedule, count, trainable, is_ordered=self._is_ordered)
         return self._known[key]
-
-
-@contextmanager
-def meeting(gathers: StepGathers | None, action: Action, deferred: Deferred | None = None) -> Iterator[None]:
-    """Enter around what an action computes: replicas meet in it.
-
-    Args:
-        gathers: of the step; None where replicas do not meet.
-        action: a forward, or a backward that computes input gradients.
-        deferred: of a forward, takes the weight gradients that its backward puts off.
-    """
-    with nullcontext() if gathers is None else gathers.during(action, deferred):
-        yield
 
 
 def _refuse_gathers_around_experts(plan: Plan) -> None:

@@ -95,8 +95,14 @@ class Shapes(NamedTuple):
     key: Hashable
     promised: bool
 
+    def marked(self, meta: dict[str, Any]) -> dict[str, Any]:
+        """Return a payload's `meta`, which tells the stages after this one whether they can promise something."""
+        return meta if self.promised or self.key is None else {**meta, VARIES: True}
+
 
 UNKNOWN = Shapes(None, promised=False)
+VARIES = "varies"
+"""in the `meta` of payloads of which nothing is promised"""
 
 
 class Transport:

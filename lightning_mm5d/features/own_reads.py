@@ -31,8 +31,8 @@ from typing import Any
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
-from lightning_mm5d.data.batches import per_replica, split_replicas
 from lightning_mm5d.data.lazy import LazyTensor, Waiting
+from lightning_mm5d.data.loader import per_replica, split_replicas
 from lightning_mm5d.data.microbatch import Microbatch, counted, with_tensors
 from lightning_mm5d.data.packed_images import Path
 from lightning_mm5d.data.resumable import Resumable

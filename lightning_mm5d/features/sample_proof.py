@@ -30,8 +30,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_mm5d.config.errors import RankMismatchError
-from lightning_mm5d.data.batches import split_replicas
 from lightning_mm5d.data.lazy import LazyTensor
+from lightning_mm5d.data.loader import split_replicas
 from lightning_mm5d.data.microbatch import leaves
 from lightning_mm5d.engine.codec import broadcast_tree
 from lightning_mm5d.engine.run_groups import Wish

@@ -273,6 +273,10 @@ class Bucket(ABC):
         self._encoding, self._side, self._draw = pieces[0].traffic.gradients, side, draw
         self._common = pieces[0].weight if len({piece.weight for piece in pieces}) == 1 else None
 
+    def _seed(self) -> int:
+        """Return a seed for random rounding, where anything is rounded so."""
+        return 0 if self._encoding is None else self._draw(self.pieces)
+
     @abstractmethod
     def start(self) -> Sum:
         """Take the gradients out of their parameters, and start to sum them."""
@@ -321,7 +325,7 @@ class SummedBucket(Bucket):
 
     def _sum(self, flat: Tensor) -> Sum:
         flat = flat if self._common in (None, 1.0) else flat.mul_(self._common)
-        return _summed(flat, self._group, self._encoding, self._draw(self.pieces))
+        return _summed(flat, self._group, self._encoding, self._seed())
 
     def take(self, total: Tensor, there: Container[int], rows: dict[int, Tensor]) -> None:
         for piece, view in zip(self.pieces, self._flat.take(), strict=True):
@@ -352,7 +356,7 @@ class RowsBucket(Bucket):
     def start(self) -> Sum:
         self.came = [piece.number for piece in self.pieces if piece.parameter.grad is not None]
         flat = torch.cat([part for piece, rows in self._rows for part in piece.read(rows)])
-        return _summed(flat, self._group, self._encoding, self._draw(self.pieces))
+        return _summed(flat, self._group, self._encoding, self._seed())
 
     def take(self, total: Tensor, there: Container[int], rows: dict[int, Tensor]) -> None:
         parts = total.split([piece.numel for piece, _ in self._rows])
@@ -392,7 +396,7 @@ class ScatteredBucket(Bucket):
             return self._summed_rows()
         sent = self._packed()
         lengths = [sum(numels) for numels in self._numels]
-        seed, encoding = self._draw(self.pieces), self._encoding
+        seed, encoding = self._seed(), self._encoding
         if encoding is None:
             scattered = ScatteredSum(sent, lengths, self._group)
         else:
@@ -426,7 +430,7 @@ class ScatteredBucket(Bucket):
             parts.append(gradient.reshape(-1) * piece.weight)
             self._side.reads(gradient)
         # the sum over blocks begins in its turn among those of other buckets, which wait for what they scatter
-        return _Scattered(_OwnRows(torch.cat(parts)), _summing(self._across, self._encoding, self._draw(self.pieces)))
+        return _Scattered(_OwnRows(torch.cat(parts)), _summing(self._across, self._encoding, self._seed()))
 
     def take(self, total: Tensor, there: Container[int], rows: dict[int, Tensor]) -> None:
         parts = total.split([shared.numel_at(shared.shard.place) for _, shared in self._shared_pieces])

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +87,8 @@ def is_skipped(loss: Any) -> bool:
 
 
 _KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_HOOKS = attrgetter(*_KINDS)
+"""the hooks of a parameter that change its gradient, and those that see it added: a dict or None of each"""
 
 
 class ParameterHooks:
@@ -95,13 +99,20 @@ class ParameterHooks:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        for kind in _KINDS:
+            private(Tensor, kind)
         self._module = module
         self._from_start = any(_hooks_of(parameter) for parameter in module.parameters())
+
+    @cached_property
+    def _parameters(self) -> list[nn.Parameter]:
+        """The parameters of the run, which are all there when it is first asked for: none is shared out later on."""
+        return [*self._module.parameters()]
 
     def exist(self) -> bool:
         """Return whether any parameter has hooks, also one of other ranks: the same on all ranks."""
         with plain():
-            return self._from_start or any(_hooks_of(parameter) for parameter in self._module.parameters())
+            return self._from_start or any(map(any, map(_HOOKS, self._parameters)))
 
 
 @contextmanager
@@ -123,15 +134,16 @@ def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def called(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Call the hooks of `parameters` as autograd would; inside, their new gradients are added to older ones."""
     fresh = [parameter for parameter in parameters if parameter.grad is not None]
-    before, after = _KINDS
     for parameter in fresh:
-        for hook in list((private(parameter, before) or {}).values()):
+        changing, _ = _HOOKS(parameter)
+        for hook in [*changing.values()] if changing else ():
             changed = hook(parameter.grad)
             if changed is not None:
                 parameter.grad = changed
     yield
     for parameter in fresh:
-        for hook in list((private(parameter, after) or {}).values()):
+        _, seeing = _HOOKS(parameter)
+        for hook in [*seeing.values()] if seeing else ():
             hook(parameter)
 
 
@@ -142,7 +154,7 @@ def has_hooks(parameter: nn.Parameter) -> bool:
 
 def _hooks_of(parameter: nn.Parameter) -> list[dict[int, Any]]:
     """The hooks of a parameter: one dict for each kind that it has."""
-    return [hooks for kind in _KINDS if (hooks := private(parameter, kind))]
+    return [hooks for hooks in _HOOKS(parameter) if hooks]
 
 
 class SumGroups(NamedTuple):

@@ -41,6 +41,8 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import compress
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -134,6 +136,7 @@ class Presence:
         return Present(there, frozenset(number - self._count for number in numbers if number >= self._count))
 
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _UNDER_WAY = 2  # messages that are copies of gradients
 
 
@@ -298,13 +301,18 @@ class Reduction:
                 self._missing[number] -= 1
 
     def _send_final(self) -> None:
-        if not self._is_early:
+        if not (self._is_early and self._is_next_final()):
             return
         with self._sending():
-            while (number := len(self._started)) < self._buckets.early and not self._missing[number]:
+            while self._is_next_final():
                 if len(self._under_way()) >= _UNDER_WAY:
                     return
-                self._started.append(self._buckets.all[number].start())
+                self._started.append(self._buckets.all[len(self._started)].start())
+
+    def _is_next_final(self) -> bool:
+        """Whether the next bucket may be sent by now, and all of its gradients are final."""
+        number = len(self._started)
+        return number < self._buckets.early and not self._missing[number]
 
     def _under_way(self) -> list[Sum]:
         """Start second sums, in one order; return messages that hold copies of gradients and whose first sum lacks."""
@@ -380,6 +388,7 @@ class BucketOrder:
         self._groups, self._across = groups, across
         self._bucket_bytes, self._count = bucket_bytes, count
         self._side, self._late = side, late
+        self._identities = [*map(id, everything)]
         self._unsent = set[int]()  # identities of parameters that were trained since the last sum
         self._trained: tuple[Any, ...] = ()
         self._places: dict[tuple[Any, ...], list[float]] = {}
@@ -401,6 +410,8 @@ class BucketOrder:
         Args:
             whole: whether parameters that are not shared are looked at too.
         """
+        if not whole and not self._shared.all:
+            return []
         held = [piece.parameter for _, piece in self._pieces if whole or self._shared.get(piece.parameter) is not None]
         return [parameter for parameter in held if id(parameter) not in self._unsent and parameter.grad is not None]
 
@@ -410,8 +421,8 @@ class BucketOrder:
         What was frozen in the midst of an accumulation has a gradient of earlier batches to be summed.
         """
         with plain():
-            self._unsent.update(id(parameter) for parameter in self._everything if parameter.requires_grad)
-        trained = (len(self._shared.all), *[id(parameter) in self._unsent for parameter in self._everything])
+            self._unsent.update(compress(self._identities, map(_REQUIRES_GRAD, self._everything)))
+        trained = (len(self._shared.all), *map(self._unsent.__contains__, self._identities))
         if trained != self._trained:
             for _, bucket in self._bucketed.get(self._trained, ()):
                 if bucket.flat is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
-from lightning_mm5d.data.batches import VaryingCollator
+from lightning_mm5d.data.loader import VaryingCollator
 from lightning_mm5d.models.packing import check_packs, first_fit
 from lightning_mm5d.models.processing import IGNORED, MultimodalProcessor, Sample
 

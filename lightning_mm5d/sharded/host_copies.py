@@ -27,8 +27,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_mm5d.config.errors import private
+from lightning_mm5d.sharded.own_backwards import ORIGINALS, torchs_own
 from lightning_mm5d.sharded.tensor import written_by
-from lightning_mm5d.sharded.torch_internals import ORIGINALS, torchs_own, version_of
+from lightning_mm5d.sharded.torch_internals import version_of
 
 _is_wrapped = private(torch._C._functorch, "is_functorch_wrapped_tensor")
 _FEW = 4096  # numbers of a tensor that is made a second time on the host

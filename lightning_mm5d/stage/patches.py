@@ -113,7 +113,8 @@ class Patches(Removable):
     @contextmanager
     def _quiet(self) -> Iterator[None]:
         """Enter around a run of remote modules that only tells shapes; ranks that share them may be elsewhere."""
-        with dry_run(self._runtime.groups), self._runtime.guard.dry_run():
+        groups = self._runtime.groups
+        with dry_run(groups) if groups else nullcontext(), self._runtime.guard.dry_run():
             yield
 
     def _results_of(self, path: str | None) -> LayerResults:
@@ -178,7 +179,7 @@ class Patches(Removable):
         """Refuse full backward hooks on modules around split layers, whose input and output are on different ranks."""
 
         def check(path: str, module: nn.Module, args: tuple) -> None:
-            hooked = private(module, "_backward_hooks") and private(module, "_is_full_backward_hook")
+            hooked = module._backward_hooks and private(module, "_is_full_backward_hook")
             if hooked and self._runtime.active is not None and any(x.requires_grad for _, x in tensors_in(args)):
                 rule = (
                     "It is given the gradients of the input and the output, which are on different ranks with "
@@ -289,7 +290,7 @@ class Patches(Removable):
                 args, kwargs = enter(layer, args, kwargs) or (args, kwargs)
             at = index  # another microbatch may pass another call of the same layer meanwhile
             if cut is not None and cut.first <= at < cut.last:
-                with run.inside(layer, modality, at, hidden_of(args, kwargs)):
+                with run.inside(layer, modality, at, partial(hidden_of, args, kwargs)):
                     result = original(*args, **kwargs)
                 return run.leaves(modality, at, result)
             args, kwargs = arrived
@@ -298,7 +299,7 @@ class Patches(Removable):
                     original(*args, **kwargs)
             known = run.skip(modality, index, args, kwargs)
             result = results.of(layer, original, args, kwargs, known)
-            return run.passed(modality, index, result, known, hidden_of(args, kwargs))
+            return run.passed(modality, index, result, known, args, kwargs)
 
         def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
             nonlocal arrived, index
@@ -312,7 +313,10 @@ class Patches(Removable):
                 return run.enters(modality, index, args, kwargs)
             arrived = args, kwargs
             sent = hidden_of(args, kwargs) if cut is not None and index == cut.last else None
-            return _shown(args, sent), {key: _shown(value, sent) for key, value in kwargs.items()}
+            return _shown(args, sent), {
+                key: _shown(value, sent) if isinstance(value, (Tensor, tuple)) else value
+                for key, value in kwargs.items()
+            }
 
         self.put_attribute(layer, method, forward)
         if method == IN_PLACE:
@@ -325,7 +329,7 @@ class Patches(Removable):
 def _shown(value: Any, sent: Any) -> Any:
     """Return an argument of a remote layer for the user's hooks on it: what they do to it must not act on `sent`."""
     if type(value) is tuple:
-        return tuple(_shown(element, sent) for element in value)
+        return tuple([_shown(element, sent) for element in value])
     if not isinstance(value, Tensor):
         return value
     if value is sent and not isinstance(value, Sharded):

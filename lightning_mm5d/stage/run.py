@@ -414,8 +414,8 @@ class Run:
         return "layer", modality, layer, self._passes[modality].number if modality in self._passes else 0
 
     @contextmanager
-    def inside(self, layer: nn.Module, modality: str, index: int, hidden: Any) -> Iterator[None]:
-        """Enter around the forward of a local layer with `hidden`."""
+    def inside(self, layer: nn.Module, modality: str, index: int, hidden: Callable[[], Any]) -> Iterator[None]:
+        """Enter around the forward of a local layer with what `hidden` returns."""
         if self._replays:
             yield
             return
@@ -428,13 +428,16 @@ class Run:
                 self._fails_inside = True
                 raise
 
-    def passed(self, modality: str, layer: int, result: Any, known: StandIn, hidden: Any) -> Any:
+    def passed(
+        self, modality: str, layer: int, result: Any, known: StandIn, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
         """Return the result of a remote layer, of which `result` stands in for what was not received."""
         if known.is_later or self._replays:
             return result
         path = self._runtime.partition.parts[modality].paths[layer]
         self.writes.skipped(path)
-        self._taps.call_hooks(self._runtime.root, path, layer, hidden, self._runtime.guard)
+        if self._taps.has_received:
+            self._taps.call_hooks(self._runtime.root, path, layer, hidden_of(args, kwargs), self._runtime.guard)
         entries = {"result": (None,), "first": (0,), None: ()}[known.received]
         return self._taps.result(self._layer_call(modality, layer), result, computed=entries)
 

@@ -24,11 +24,21 @@ from lightning_mm5d.stage.payload import with_sendable_fields
 from lightning_mm5d.stage.remote import UserHooks
 from lightning_mm5d.stage.taps import Tap, Trace, tap_points, watched_modules
 from lightning_mm5d.stage.view import StageError, StageView, StandIn
-from lightning_mm5d.stage.written import StaleAttributes, Written
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 
+Written = tuple[str, str, bool]  # path of the module, name of the attribute, and whether it is a list
 SkipInput = tuple[str, int, tuple[str | int, ...]]  # modality, layer, path in (args, kwargs)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Aside(Protocol):
+    """What is put on modules for one run."""
+
+    def lay_aside(self) -> None:
+        """Put back what was there while another microbatch is computed."""
+
+    def take_up(self) -> None:
+        """Undo `lay_aside`."""
 
 
 class ActiveRun(Protocol):
@@ -41,7 +51,7 @@ class ActiveRun(Protocol):
     draws: StepDraws | None
 
     @property
-    def writes(self) -> StaleAttributes:
+    def writes(self) -> Aside:
         """What it has put on modules that it must not read."""
 
     def boundary(self, name: str, modality: str, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -56,10 +66,14 @@ class ActiveRun(Protocol):
     def leaves(self, modality: str, layer: int, result: Any) -> Any:
         """Note the result of a local layer, and return it."""
 
-    def inside(self, layer: nn.Module, modality: str, index: int, hidden: Any) -> AbstractContextManager[None]:
-        """Enter around the forward of a local layer with `hidden`."""
+    def inside(
+        self, layer: nn.Module, modality: str, index: int, hidden: Callable[[], Any]
+    ) -> AbstractContextManager[None]:
+        """Enter around the forward of a local layer with what `hidden` returns."""
 
-    def passed(self, modality: str, layer: int, result: Any, known: StandIn, hidden: Any) -> Any:
+    def passed(
+        self, modality: str, layer: int, result: Any, known: StandIn, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
         """Return the result of a remote layer, of which `result` stands in for what was not received."""
 
     def computed(self, path: str, result: Any) -> Any:

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
@@ -245,6 +245,7 @@ class Taps:
     def __init__(self, known: frozenset[Tap], trace: Trace | None) -> None:
         self._known, self._trace = known, trace
         self._wanted = frozenset(tap[:4] for tap in known)
+        self._wanted_inside = {layer for kind, _, layer, _ in self._wanted if kind.startswith("inner")}
         self._received: dict[Call, dict[Entry, Any]] = {}
         self._noted: dict[Tap, Any] = {}
         self._inner: dict[int, tuple[Tensor, Tap]] = {}  # results that hooks in layers have seen
@@ -301,9 +302,11 @@ class Taps:
             value: what it gave here.
             computed: whether this stage computes it, or knows certain entries of it.
         """
-        arrived, value = self._received.get(call, {}), self.again(call, value)
+        if self._received:
+            value = self.again(call, value)
         if self._trace is None and call not in self._wanted:
             return value
+        arrived = self._received.get(call, {})
         for entry, entry_value in _entries(value):
             if computed is True or entry in arrived or (computed and entry in computed):
                 self._note((*call, entry), entry_value)
@@ -336,19 +339,27 @@ class Taps:
             seen = self._inner.get(id(tensor))
             mark_tap(tensor, tap, *() if seen is None else (seen[1],))
 
-    @contextmanager
-    def watching(self, layer: nn.Module, path: str, index: int, hidden: Any) -> Iterator[None]:
-        """Enter around a call of a local layer with `hidden`: what hooks of modules in it see may be tapped."""
+    def watching(
+        self, layer: nn.Module, path: str, index: int, hidden: Callable[[], Any]
+    ) -> AbstractContextManager[Any]:
+        """Enter around a call of a local layer: what hooks of modules in it see may be tapped.
+
+        Args:
+            layer: that is called.
+            path: of the layer.
+            index: of the layer.
+            hidden: returns the hidden state that it is called with.
+        """
+        if self._trace is None and index not in self._wanted_inside:
+            return nullcontext()
         wanted = {call[1] for call in self._wanted if call[0].startswith("inner") and call[2] == index}
-        stack = ExitStack()
-        if self._trace is not None or wanted:
-            for name, module in layer.named_modules():
-                full = f"{path}.{name}"
-                if name and (full in wanted or (self._trace is not None and private(module, "_forward_hooks"))):
-                    hook = self._noting(full, index, hidden)
-                    stack.callback(module.register_forward_hook(hook, prepend=True).remove)
-        with stack:
-            yield
+        stack, state = ExitStack(), hidden()
+        for name, module in layer.named_modules():
+            full = f"{path}.{name}"
+            if name and (full in wanted or (self._trace is not None and private(module, "_forward_hooks"))):
+                hook = self._noting(full, index, state)
+                stack.callback(module.register_forward_hook(hook, prepend=True).remove)
+        return stack
 
     def _noting(self, path: str, index: int, hidden: Any) -> Callable[[nn.Module, Any, Any], None]:
         thread = get_ident()
@@ -363,6 +374,11 @@ class Taps:
 
         return note
 
+    @property
+    def has_received(self) -> bool:
+        """Whether an earlier stage has sent any."""
+        return bool(self._received)
+
     def call_hooks(self, root: nn.Module, path: str, index: int, hidden: Any, guard: Guard) -> None:
         """Call the hooks of modules in a remote layer whose results were received.
 
@@ -373,7 +389,7 @@ class Taps:
             hidden: what the layer is called with.
             guard: of the values that other ranks have: these are all other arguments.
         """
-        for call, values in list(self._received.items()):
+        for call, values in [*self._received.items()]:
             if not call[0].startswith("inner") or call[2] != index or not call[1].startswith(f"{path}."):
                 continue
             missing = marked(torch.full((1,), torch.nan), Origin(call[1], guard))

@@ -19,9 +19,10 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.batches import LoaderBatches, VaryingCollator
+from lightning_mm5d.data.loader import LoaderBatches, VaryingCollator
 from lightning_mm5d.data.microbatch import (
     Dealer,
+    Ends,
     Microbatch,
     batch_samples,
     counted,
@@ -123,6 +124,7 @@ class BatchParts:
         # steps of replicas that optimize by hand are not steps of the engine
         is_mean = module.automatic_optimization and any(self.of_step(name)._reads_labels for name in names)
         self.counts_equally = self.counts_samples and not self.deals and not is_mean
+        self._ends: Ends = {}
 
     @property
     def _reads_labels(self) -> bool:
@@ -164,7 +166,9 @@ class BatchParts:
         elif sizes := self._sizes_of_loaders(batch):
             parts = split_each(batch, self.count or 1, sizes, image_tokens=self._packed)
         else:
-            parts = split(batch, self.count, size=self._size or 1, image_tokens=self._packed, dealer=self.dealer)
+            parts = split(
+                batch, self.count, size=self._size or 1, image_tokens=self._packed, dealer=self.dealer, known=self._ends
+            )
         if is_first and self.count is not None and 0 < len(parts) < self.count and not self._varies():
             samples = sum(part.samples for part in parts)
             rule = f"A batch gives at most {len(parts)} (samples: {samples})"

@@ -25,7 +25,12 @@ from typing_extensions import override
 from lightning_mm5d.checkpoint.module_state import collect_module, is_partial, load_module
 from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_optimizers
 from lightning_mm5d.checkpoint.rank_reports import RankReports, fingerprint
-from lightning_mm5d.config.errors import CheckpointCorruptError, RankLostError, RemoteParameterError, private
+from lightning_mm5d.config.errors import (
+    CheckpointCorruptError,
+    RankLostError,
+    RemoteParameterError,
+    private,
+)
 from lightning_mm5d.config.features import owned
 from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
@@ -37,10 +42,9 @@ from lightning_mm5d.storage.replacement import is_checkpoint_directory
 from lightning_mm5d.trainer.checkpoints import SavedRun, made_checkpoints
 from lightning_mm5d.trainer.feature import Feature
 from lightning_mm5d.trainer.kept_shards import has_kept_shards
-from lightning_mm5d.trainer.process_strategy import ProcessStrategy
+from lightning_mm5d.trainer.process_strategy import ProcessStrategy, required
 from lightning_mm5d.trainer.resume import Resume
-from lightning_mm5d.trainer.session import Session
-from lightning_mm5d.trainer.validation import lost_weights, required
+from lightning_mm5d.trainer.validation import lost_weights
 
 T = TypeVar("T")
 _CKPT_PATH = "ckpt_path"  # of `Trainer.fit`, and of what it has a launcher run
@@ -399,16 +403,6 @@ class CheckpointStrategy(ProcessStrategy, ABC):
             "sizes": {name: list(sizes) for name, sizes in layout.axes.items()},
             "device": self.root_device.type,
         }
-
-    # --- what a call needs ---
-
-    def _module(self, method: str) -> pl.LightningModule:
-        rule = "The strategy has no module before a trainer is given one"
-        return required(self.lightning_module, method, rule, "Call trainer.fit, validate, test or predict first")
-
-    def _run(self, method: str) -> Session:
-        rule = "It is called while the trainer fits, validates, tests or predicts, and nothing runs now"
-        return required(self._session, method, rule, "Call the trainer, or the method of the module itself on rank 0")
 
     def _fitted(self, method: str) -> Plan:
         # of the last fit, also after it: another may come out then, because it depends on what is trainable

@@ -24,7 +24,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
 from lightning_mm5d.checkpoint.rank_reports import WAITING
@@ -42,6 +41,7 @@ from lightning_mm5d.engine.transport import Transport, TransportError
 from lightning_mm5d.monitor.monitor import Monitor, one_line
 from lightning_mm5d.monitor.stack import failed_in_communication, is_installed, place_of
 from lightning_mm5d.monitor.verdict import place_text
+from lightning_mm5d.trainer.turns import position
 
 _REPEATED = (RankLostError, RankMismatchError, WatchdogTimeoutError)
 _BLOCKING = {
@@ -183,24 +183,6 @@ class Guard:
     def _report(self, cause: Mapping[str, Any]) -> None:
         if self._reports is not None:
             self._reports.send_bytes(json.dumps([cause["kind"], cause["line"]]).encode())
-
-
-def position(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return loop, epoch and last batch of a trainer; empty outside of loops."""
-    stage = trainer.state.stage
-    if stage is None:
-        return {}
-    fit = trainer.fit_loop.epoch_loop
-    loops: dict[RunningStage, Any] = {
-        RunningStage.TRAINING: fit,
-        RunningStage.SANITY_CHECKING: fit.val_loop,
-        RunningStage.VALIDATING: fit.val_loop if trainer.state.fn == "fit" else trainer.validate_loop,
-        RunningStage.TESTING: trainer.test_loop,
-        RunningStage.PREDICTING: trainer.predict_loop,
-    }
-    name = {"train": "training", "sanity_check": "sanity check"}.get(stage.value, stage.value)
-    batch = loops[stage].batch_progress.current.ready - 1
-    return {"loop": name, "epoch": trainer.current_epoch, "batch": batch}
 
 
 def _came_of_another(error: BaseException) -> bool:

@@ -44,7 +44,8 @@ from lightning_mm5d.sharded.remote_value import RemoteValue, is_remote, make_pla
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.stage.payload import NotSent, detached, sendable, unsharded
 
-_OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
+OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
+"""names of the attributes that Lightning and torch keep in a module"""
 _OF_THREADS = {"threading", "queue", "concurrent", "multiprocessing", "asyncio", "subprocess", "weakref"}
 """whose objects change beside what a step does"""
 _LEFT_ALONE = frozenset(
@@ -199,9 +200,9 @@ def attributes_of(module: Any, counts: Callable[[str], bool] = lambda _: True) -
     """
 
     def counted(name: str, value: Any) -> bool:
-        return name not in _OF_LIGHTNING and not callable(value) and not is_iterator(value) and counts(name)
+        return not callable(value) and not is_iterator(value) and counts(name)
 
-    return _Object(module, 0, counted)
+    return _Object(module, 0, counted, OF_LIGHTNING)
 
 
 def memory_kept(owner: Any) -> Iterator[tuple[str, Tensor]]:
@@ -211,7 +212,7 @@ def memory_kept(owner: Any) -> Iterator[tuple[str, Tensor]]:
     """
     for path, part in owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)]:
         for key, value in vars(part).items():
-            is_made = key in _OF_LIGHTNING or f"{key}_orig" in vars(part).get("_parameters", {})
+            is_made = key in OF_LIGHTNING or f"{key}_orig" in vars(part).get("_parameters", {})
             for leaf in () if is_made else tree_leaves(value):
                 if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f":
                     while isinstance(leaf.base, np.ndarray):  # of which the leaf is a part
@@ -228,11 +229,24 @@ def is_own(value: Any, module: str | None = None) -> bool:
 
 
 class _Object:
-    """The attributes of an object, or the entries of a dict."""
+    """The attributes of an object, or the entries of a dict.
 
-    def __init__(self, owner: Any, depth: int, counts: Callable[[Any, Any], bool] = lambda *_: True) -> None:
-        self.owner, self._counts = owner, counts
-        self._values = {name: value for name, value in self._now().items() if counts(name, value)}
+    Args:
+        owner: that has them.
+        depth: how many others it is inside of.
+        counts: whether one of a name and value is looked at.
+        apart: names of others that are not, whatever their values.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        depth: int,
+        counts: Callable[[Any, Any], bool] = lambda *_: True,
+        apart: Collection[Any] = frozenset(),
+    ) -> None:
+        self.owner, self._counts, self._apart = owner, counts, apart
+        self._values = self._counted()
         few = depth == 0 or len(self._values) <= LONG
         self._inside = _look_into(self._values.items(), depth) if few else {}
         self._marks: list[dict[Any, Any]] = []
@@ -244,6 +258,7 @@ class _Object:
             for name, value in self._now().items()
             if value is not self._values.get(name, _MISSING)
             and (isinstance(value, (Tensor, np.ndarray, list, tuple, dict)) or isinstance(name, BatchNumber))
+            and name not in self._apart
             and self._counts(name, value)
         }
         self._marks.append(new)
@@ -295,10 +310,15 @@ class _Object:
     def _now(self) -> dict[Any, Any]:
         return self.owner if isinstance(self.owner, dict) else vars(self.owner)
 
+    def _counted(self) -> dict[Any, Any]:
+        """What it holds now of that which is looked at."""
+        others = ((name, value) for name, value in self._now().items() if name not in self._apart)
+        return {name: value for name, value in others if self._counts(name, value)}
+
     def restore(self) -> None:
         self._marks.clear()
         now = self._now()
-        for name in [name for name, value in now.items() if name not in self._values and self._counts(name, value)]:
+        for name in self._counted().keys() - self._values.keys():
             del now[name]
         for name, value in self._values.items():
             if now.get(name, _MISSING) is not value:
@@ -307,7 +327,7 @@ class _Object:
             part.restore()
 
     def changes(self, where: str) -> list[Any] | None:
-        now = {name: value for name, value in self._now().items() if self._counts(name, value)}
+        now = self._counted()
         gone = [name for name in self._values if name not in self._now()]
         rows = []
         for name, value in now.items():

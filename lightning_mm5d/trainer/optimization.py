@@ -24,11 +24,11 @@ from lightning_mm5d.gradients.gradients import Gradients, ParameterHooks, called
 from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device
+from lightning_mm5d.sharded.own_backwards import replaced, without_inputs
 from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.sharded.removable import Removable, meanwhile
 from lightning_mm5d.trainer.hidden_gradients import HiddenGradients, hooked
 from lightning_mm5d.trainer.kept_values import KeptValues
-from lightning_mm5d.trainer.own_backwards import replaced, without_inputs
 from lightning_mm5d.trainer.process_group import decided
 
 
@@ -122,6 +122,7 @@ class Optimization(Removable):
         self._hooks, self._guard = hooks, guard
         self._module, self._plan, self._gradients = module, plan, gradients
         self._is_plain, self._device = is_plain, device
+        self._shares = any(modality.shared_stage for modality in plan.modalities.values())
         self.syncs = True
         self.is_unsummed = False
         self._summed = self._is_share_shown = self._is_in_backward = self._has_fresh = False
@@ -163,12 +164,11 @@ class Optimization(Removable):
             self._has_own_factor = decided(not self._is_stock(precision), False, message_device(self._device))
         is_known = not (self._has_own_factor or self._hooks.exist())
         self._summed = is_known and self.syncs
-        shares = any(modality.shared_stage for modality in self._plan.modalities.values())
         return Summing(
             self._summed,
             1.0 / self._module.trainer.accumulate_grad_batches if is_known else None,
             is_known and self.is_unsummed,
-            self._check_factor if self._has_own_factor and shares else _anything,
+            self._check_factor if self._has_own_factor and self._shares else _anything,
         )
 
     def _is_stock(self, precision: Precision) -> bool:
@@ -361,9 +361,10 @@ class Optimization(Removable):
             with suppress(SkippedUpdate):
                 yield agreed
         shared = self._gradients.shared
-        shared.stepped(parameter for group in optimizer.param_groups for parameter in group["params"])
-        shared.rest()
-        self.hidden.show()
+        if shared.all:
+            shared.stepped(parameter for group in optimizer.param_groups for parameter in group["params"])
+            shared.rest()
+            self.hidden.show()
 
     def _check_known(self, optimizer: Optimizer) -> None:
         """Refuse parameters that the module lacked when the run began, whose gradients no rank sums or publishes."""

@@ -17,7 +17,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from subprocess import Popen
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -65,6 +65,20 @@ from lightning_mm5d.trainer.validation import is_of_other_package, lost_weights,
 
 def _known_to_other_package(strategies: Any) -> None:
     strategies.Strategy.register(ProcessStrategy)
+
+
+T = TypeVar("T")
+
+
+def required(value: T | None, method: str, rule: str, fix: str) -> T:
+    """Return `value`, which a method of the strategy needs.
+
+    Raises:
+        ConfigError: it is None, because the method is called at another time than it is for.
+    """
+    if value is None:
+        raise ConfigError(f"strategy.{method}", None, rule, fix)
+    return value
 
 
 class ProcessStrategy(ParallelStrategy, ABC):
@@ -450,6 +464,16 @@ class ProcessStrategy(ParallelStrategy, ABC):
         except ValueError as error:
             fix = "Send what the object is made of, such as its `state_dict()` or `str()`"
             raise ConfigError("broadcast", type(obj).__name__, str(error), fix) from None
+
+    # --- what a call needs ---
+
+    def _module(self, method: str) -> pl.LightningModule:
+        rule = "The strategy has no module before a trainer is given one"
+        return required(self.lightning_module, method, rule, "Call trainer.fit, validate, test or predict first")
+
+    def _run(self, method: str) -> Session:
+        rule = "It is called while the trainer fits, validates, tests or predicts, and nothing runs now"
+        return required(self._session, method, rule, "Call the trainer, or the method of the module itself on rank 0")
 
 
 # where it is another package, its trainer asks the strategy, which says what to change

@@ -8,6 +8,7 @@ ranks keep their shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,7 +24,7 @@ from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from lightning_mm5d.checkpoint.module_state import BufferState, restore_full, share_buffers
 from lightning_mm5d.config.errors import private
-from lightning_mm5d.data.batches import Shown, per_replica
+from lightning_mm5d.data.loader import Shown, per_replica
 from lightning_mm5d.data_parallel.main_parameters import MainParameters, computing_dtypes
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.ordered_transport import Wire
@@ -133,7 +134,9 @@ class Session:
         self._cut = CutModule(
             module, plan, groups, rank=rank, device=device, splits_backward=splits_backward, features=options.features
         )
-        self.moving, self.guard = self._cut.moving, self._cut.runtime.guard
+        self._copies = self._cut.host_copies()
+        self.moving = nullcontext if isinstance(self._copies, nullcontext) else self._cut.moving
+        self.guard = self._cut.runtime.guard
         self._transport = None if groups.payloads is None else options.wire(groups.payloads, device, rank)
         self._engine = Engine(
             plan,
@@ -288,20 +291,29 @@ class Session:
             arguments: of the step: the batch, and what Lightning passes after it.
         """
         self.turns.begin_training_step()
-        self.optimization.hidden.take()
-        self.shared.settle()
-        if self._mains.adopt():  # what was unfrozen since the last step
+        shares = bool(self.shared.all)
+        if shares:
+            self.optimization.hidden.take()
+            self.shared.settle()
+        if self.plan.main_params is not None and self._mains.adopt():  # what was unfrozen since the last step
             self._gathering.attach()
-        self.shared.show_own()
+        if shares:
+            self.shared.show_own()
         self.optimization.drop_old_gradients(optimizers)
-        self._gathering.prepare()
+        if shares:
+            self._gathering.prepare()
         scaler = getattr(precision, "scaler", None)
         scale: Callable[[Tensor], Tensor] = scaler.scale if scaler is not None else lambda loss: loss
         summing = self.optimization.summing(precision)
-        with self._cut.host_copies(), self._mains.computing():
+        with self._copies, self._computing():
             output = self.steps.train(self.shown.all(arguments), precision.train_step_context, scale, summing)
-        self.shared.show_own()
+        if shares:
+            self.shared.show_own()
         return output
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """Enter where layers compute, in their own precision where parameters have main ones."""
+        return nullcontext() if self.plan.main_params is None else self._mains.computing()
 
     def optimize(self, arguments: Sequence[Any], context: Context) -> Any:
         """Run a `training_step` that optimizes manually; return what it returned.
@@ -311,7 +323,7 @@ class Session:
             context: entered around its forward.
         """
         self.turns.begin_training_step()
-        with self._cut.host_copies():
+        with self._copies:
             return self.steps.optimize(self.shown.all(arguments), context)
 
     def stepped(self) -> None:
@@ -333,12 +345,13 @@ class Session:
             context: entered around each microbatch's forward.
         """
         self.turns.begin_evaluation_batch()
-        if not self._predicts:
+        shares = bool(self.shared.all) and not self._predicts
+        if shares:
             self.shared.settle()
             self.shared.show_whole()
-        with self._cut.host_copies(), self._mains.computing():
+        with self._copies, self._computing():
             output = self.steps.evaluate(name, self.shown.all(arguments), context)
-        if not self._predicts:
+        if shares:
             self.shared.rest()
         return output
 

@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -25,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
-from lightning_mm5d.data.batches import split_replicas
 from lightning_mm5d.data.joining import Sizes, merge
+from lightning_mm5d.data.loader import split_replicas
 from lightning_mm5d.data.microbatch import Microbatch, batch_samples, counted
 from lightning_mm5d.engine.engine import Ending, Engine
 from lightning_mm5d.gradients.gradients import Gradients, published, set_aside, skipped, unfrozen
@@ -37,11 +38,11 @@ from lightning_mm5d.source.loops import appended_by_data
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.tensor_parallel.apply import explained
 from lightning_mm5d.trainer.batch_parts import BatchParts
-from lightning_mm5d.trainer.guard import position
 from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.logs import LogCapture, replay
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import Summing
+from lightning_mm5d.trainer.turns import position
 from lightning_mm5d.trainer.user_step import (
     BatchDraws,
     Context,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 Parts = Mapping[int, list[Microbatch]]
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _ROUNDED = 0.01  # how much a factor may differ from 1 by the dtype of a loss
 
 
@@ -185,6 +187,7 @@ class Steps:
         self._several = dict[str, set[int]]()
         last = plan.topology.instances(plan.topology.last_stage)
         self._is_shared = any(len(ranks) > 1 for ranks in last)
+        self._num_replicas = plan.layout.num_replicas
         self._capture = LogCapture(module)
         self._tokens: dict[str, bool] = {}  # whether they count, by step
         self._writing: dict[str, bool] = {}  # whether it writes to its batch in place, by step
@@ -194,6 +197,7 @@ class Steps:
         self._evaluated = set[Hashable]()  # evaluation steps and dataloaders whose first batch was looked at
         self._joined = set[str]()  # steps whose results were joined
         self._named = list(module.named_parameters(remove_duplicate=False))
+        self._parameters = [parameter for _, parameter in self._named]
         shared, ownership = plan.division.shared, plan.ownership
         parts = ((name, p) for name, p in self._named if name in shared or ownership.cp_degree(name, rank) > 1)
         self._partial = {id(parameter): name for name, parameter in parts}
@@ -203,7 +207,7 @@ class Steps:
     def trainable(self) -> frozenset[str]:
         """Return the names of the parameters that require a gradient now."""
         with plain():
-            flags = tuple(parameter.requires_grad for _, parameter in self._named)
+            flags = tuple(map(_REQUIRES_GRAD, self._parameters))
         if flags != self._trainable[0]:
             names = (name for (name, _), flag in zip(self._named, flags, strict=True) if flag)
             self._trainable = flags, frozenset(names)
@@ -347,7 +351,7 @@ class Steps:
         # the number of its dataloader, and a sanity check, in which steps may do less
         kind = name, *arguments[1:], self._module.trainer.sanity_checking
         # replicas may have unequal numbers of batches to predict, and one of them none
-        is_everywhere = name != "predict_step" or self._plan.layout.num_replicas == 1
+        is_everywhere = name != "predict_step" or self._num_replicas == 1
         if self.first is not None and is_everywhere and kind not in self._evaluated:
             self._evaluated.add(kind)
             options |= {"watch": None}
@@ -367,7 +371,7 @@ class Steps:
             raise ConfigError("automatic_optimization", False, rule, "Use automatic optimization, or the whole package")
         batch, *arguments = arguments
         parts = {number: [counted(batch, batch_samples(batch))] for number in self._replicas}
-        weights = Weights() if self._own_replica is None else Weights((1.0,), float(self._plan.layout.num_replicas))
+        weights = Weights() if self._own_replica is None else Weights((1.0,), float(self._num_replicas))
         values = KeptValues(self._module, self._apart)
         options = self._options(context, "training_step", parts)
         step = UserStep(self._module, "training_step", arguments, parts, weights, **options)
@@ -404,7 +408,7 @@ class Steps:
             return Weights()
         local = weighing.weights(parts[self._own_replica], tokens=tokens)
         if weighing.counts_samples and not tokens and not deals:
-            return Weights(local, sum(local) * self._plan.layout.num_replicas)
+            return Weights(local, sum(local) * self._num_replicas)
         samples = sum(part.samples for part in parts[self._own_replica])
         totals = torch.tensor([sum(local), samples], dtype=torch.float64)  # the host waits for no device that computes
         if self._loss_host is not None:
@@ -513,7 +517,7 @@ class Steps:
         weight = sum(step.weights.of_replica)
         # replicas count by their samples in a synced mean, and the value must count by its weight
         total = step.weights.total
-        factor = weight * self._plan.layout.num_replicas / total if total else 1.0
+        factor = weight * self._num_replicas / total if total else 1.0
         logs = [
             log.weighted(sum(samples), factor, step.weights.samples) if log.batch_size == weight else log
             for log in self._capture.merge()

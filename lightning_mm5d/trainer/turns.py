@@ -37,7 +37,6 @@ from lightning_mm5d.monitor.verdict import named
 from lightning_mm5d.sharded.collectives import join_late, of_all_ranks
 from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.trainer.checkpoints import Checkpoints
-from lightning_mm5d.trainer.guard import position
 from lightning_mm5d.trainer.process_group import decided
 
 _PLACE = 4
@@ -212,6 +211,24 @@ class Turns(Removable):
             "dataloaders equal lengths, or set limit_train_batches, limit_val_batches or trainer.should_stop on all, "
             "and return -1 from on_train_batch_start on all"
         )
+
+
+def position(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return loop, epoch and last batch of a trainer; empty outside of loops."""
+    stage = trainer.state.stage
+    if stage is None:
+        return {}
+    fit = trainer.fit_loop.epoch_loop
+    loops: dict[RunningStage, Any] = {
+        RunningStage.TRAINING: fit,
+        RunningStage.SANITY_CHECKING: fit.val_loop,
+        RunningStage.VALIDATING: fit.val_loop if trainer.state.fn == "fit" else trainer.validate_loop,
+        RunningStage.TESTING: trainer.test_loop,
+        RunningStage.PREDICTING: trainer.predict_loop,
+    }
+    name = {"train": "training", "sanity_check": "sanity check"}.get(stage.value, stage.value)
+    batch = loops[stage].batch_progress.current.ready - 1
+    return {"loop": name, "epoch": trainer.current_epoch, "batch": batch}
 
 
 def _place(ranks: list[int], stage: int, epoch: int, batch: int, in_step: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,15 +24,15 @@ from lightning_mm5d.data.random_state import generator_states, is_iterator, put_
 from lightning_mm5d.engine.codec import TreeChannel
 from lightning_mm5d.engine.engine import READS_SHARDS
 from lightning_mm5d.engine.step import Scope
+from lightning_mm5d.sharded.own_backwards import StepBackwards
 from lightning_mm5d.sharded.remote_value import is_remote, settled
 from lightning_mm5d.sharded.torch_internals import writes_counted
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import Packer, detached, map_tensors, unsharded
-from lightning_mm5d.trainer.kept_values import LONG, KeptValues, is_own
+from lightning_mm5d.trainer.kept_values import LONG, OF_LIGHTNING, KeptValues, is_own
 from lightning_mm5d.trainer.logs import LogCapture, LogOptions, MergedLog, read_by
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import setting_holders
-from lightning_mm5d.trainer.own_backwards import StepBackwards
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -154,32 +154,21 @@ class ResultChannel:
         return _from_tree(self._channel.receive())
 
 
-def tree_of(result: StepResult) -> Any:
+def tree_of(result: StepResult) -> dict[str, Any]:
     # numbers are a tensor, because a header is sent again when plain values in it change
     numbers = torch.tensor([result.has_graph, *(log.batch_size for log in result.logs)], dtype=torch.float64)
-    options = [asdict(log.options) for log in result.logs]
-    return [
-        result.loss,
-        numbers,
-        result.outputs,
-        options,
-        [log.value for log in result.logs],
-        result.fails,
-        result.module_changes,
-        result.stops,
-        result.weights_written,
-        result.settings,
-    ]
+    logs = [asdict(log.options) for log in result.logs], [log.value for log in result.logs]
+    first = {"loss": result.loss, "has_graph": numbers}  # what has equal dtypes travels in one message
+    return {**first, **vars(result), **first, "logs": logs}
 
 
-def _from_tree(tree: Any) -> StepResult:
-    loss, numbers, outputs, options, values, fails, changes, stops, weights_written, settings = tree
-    has_graph, *sizes = numbers.tolist()
+def _from_tree(tree: dict[str, Any]) -> StepResult:
+    has_graph, *sizes = tree["has_graph"].tolist()
     logs = [
-        MergedLog(options=LogOptions(**fields), value=value, batch_size=size)
-        for fields, value, size in zip(options, values, sizes, strict=True)
+        MergedLog(options=LogOptions(**options), value=value, batch_size=size)
+        for options, value, size in zip(*tree["logs"], sizes, strict=True)
     ]
-    return StepResult(loss, outputs, logs, bool(has_graph), fails, changes, stops, weights_written, settings)
+    return StepResult(**{**tree, "has_graph": bool(has_graph), "logs": logs})
 
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -239,7 +228,8 @@ class OptimizerSettings:
     def put(self, state: list[dict[str, Any]]) -> None:
         """Go on with the microbatch that `take` returned `state` of."""
         for (owner, before), left in zip(self._before, state, strict=True):
-            self._set(owner, before, {name: before[name] for name in _changed(owner, before)} | left)
+            if values := {name: before[name] for name in _changed(owner, before)} | left:
+                self._set(owner, before, values)
 
     def end(self) -> None:
         """The latest run has come to the end of the step."""
@@ -305,18 +295,25 @@ class BatchDraws:
 
     def __init__(self, module: LightningModule, random_key: tuple[int | str, ...] | None = None) -> None:
         values = vars(module)
-        self._owners = [values, *(owner for value in values.values() if (owner := _attributes(value)) is not None)]
-        self._iterators = [
-            (owner, name, RepeatedItems(value, self))
-            for owner in self._owners
-            for name, value in _entries(owner)
-            if is_iterator(value)
-        ]
-        self._rows = {name: (value, [*value]) for name, value in values.items() if _has_iterators(value)}
+        self._owners: list[Any] = [values]
+        for _, _, value in [*self._entries()]:
+            if (owner := _attributes(value)) is not None:
+                self._owners.append(owner)
+        iterators = [entry for entry in self._entries() if is_iterator(entry[2])]
+        self._iterators = [(owner, name, RepeatedItems(value, self)) for owner, name, value in iterators]
+        lists = {name: value for _, name, value in self._entries(1) if type(value) is list}
+        self._rows = {name: (value, [*value]) for name, value in lists.items() if _has_iterators(value)}
         self._start = generator_states(values.values())
         self._states: dict[tuple[Hashable, int], Any] = {}  # what each stage of a replica has left
         self._runs = Counter[tuple[Hashable, int]]()
         self.random_key, self.items = random_key, dict[int, list[Any]]()
+
+    def _entries(self, count: int | None = None) -> Iterator[tuple[Any, Any, Any]]:
+        """What the first owners hold, each with its owner and name, without what Lightning keeps in the module."""
+        for owner in self._owners[:count]:
+            for name, value in owner.items() if isinstance(owner, dict) else enumerate(owner):
+                if name not in OF_LIGHTNING:
+                    yield owner, name, value
 
     @contextmanager
     def run(self, place: tuple[Hashable, int], *, counts: bool) -> Iterator[None]:
@@ -338,11 +335,13 @@ class BatchDraws:
             owner[name], repeated.place = repeated, 0
         if counts:
             self._runs[place] += 1
+        draws = counts and bool(self._start)
+        if draws:
             put_generators_back(self._states.get(place, self._start))
         try:
             yield
         finally:
-            if counts:
+            if draws:
                 self._states[place] = generator_states(generator for generator, _ in self._start)
                 # of stages, the last one draws most; an encoder that ranks share has not run for all microbatches
                 stages = [*dict.fromkeys(stage for stage, _ in self._states)]
@@ -351,7 +350,8 @@ class BatchDraws:
             sources = {id(repeated): repeated.source for *_, repeated in self._iterators}
             lists = (value for value in self._owners[0].values() if type(value) is list and len(value) <= LONG)
             for owner in (*self._owners, *lists) if sources else ():
-                for name, value in [*_entries(owner)]:  # wherever the step has put it
+                entries = owner.items() if isinstance(owner, dict) else enumerate(owner)
+                for name, value in [*entries]:  # wherever the step has put it
                     if id(value) in sources:
                         owner[name] = sources[id(value)]
 
@@ -365,12 +365,11 @@ class BatchDraws:
             if not all(map(is_iterator, whole)) and _places(row) != _places(whole):
                 fix = "Keep the iterators in a list of their own"
                 raise ConfigError(f"self.{name}", "a list whose iterators the step moves", rule, fix)
-        for owner in self._owners:
-            for name, value in _entries(owner):
-                if is_iterator(value) and (id(owner), name) not in known:
-                    rule = "A step runs once for each microbatch, and each run would make an iterator and read it"
-                    fix = "Make it in on_train_start, or in the constructor"
-                    raise ConfigError(f"self.{name}", f"{type(value).__name__} that the step makes", rule, fix)
+        for owner, name, value in self._entries():
+            if is_iterator(value) and (id(owner), name) not in known:
+                rule = "A step runs once for each microbatch, and each run would make an iterator and read it"
+                fix = "Make it in on_train_start, or in the constructor"
+                raise ConfigError(f"self.{name}", f"{type(value).__name__} that the step makes", rule, fix)
 
 
 def _attributes(value: Any) -> Any:
@@ -389,10 +388,6 @@ def _has_iterators(value: Any) -> bool:
 
 def _places(row: list[Any]) -> dict[int, int]:
     return {index: id(value) for index, value in enumerate(row) if is_iterator(value)}
-
-
-def _entries(owner: Any) -> Iterable[tuple[Any, Any]]:
-    return owner.items() if isinstance(owner, dict) else enumerate(owner)
 
 
 class UserStep:

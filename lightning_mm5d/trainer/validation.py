@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import lightning.pytorch.trainer.trainer as trainer_module
@@ -62,9 +62,6 @@ def check_main_params(main_params: str | None, module: pl.LightningModule, preci
         rule = f"Main parameters are wider than what layers compute in, and the module has {held} parameters"
         fix = 'Use Trainer(precision="bf16-true"), or leave main_params unset'
         raise ConfigError("numerics.main_params", main_params, rule, fix)
-
-
-T = TypeVar("T")
 
 
 def check_computed(modalities: Mapping[str, Modality]) -> None:
@@ -121,17 +118,6 @@ def check_backend(backend: str | None, device: torch.device) -> None:
     if backend is not None and backend.lower() == "nccl" and device.type == "cpu":
         rule = "NCCL carries tensors of NVIDIA GPUs, and the trainer has CPUs"
         raise ConfigError("launch.process_group_backend", backend, rule, "Use 'gloo', or leave it unset")
-
-
-def required(value: T | None, method: str, rule: str, fix: str) -> T:
-    """Return `value`, which a method of the strategy needs.
-
-    Raises:
-        ConfigError: it is None, because the method is called at another time than it is for.
-    """
-    if value is None:
-        raise ConfigError(f"strategy.{method}", None, rule, fix)
-    return value
 
 
 def lost_weights() -> ConfigError:

@@ -26,8 +26,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_mm5d.data.batches import ReplicaBatches, per_replica, split_replicas
-from lightning_mm5d.data.loader import shard_loader
+from lightning_mm5d.data.loader import ReplicaBatches, per_replica, shard_loader, split_replicas
 from lightning_mm5d.data.random_state import seeded
 from loader_cases import Augmented
 

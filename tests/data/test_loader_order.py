@@ -10,8 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_mm5d.data.batches import ReplicaBatches
-from lightning_mm5d.data.loader import shard_loader
+from lightning_mm5d.data.loader import ReplicaBatches, shard_loader
 from loader_cases import Augmented
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.engine.step import count_of
+from lightning_mm5d.engine.engine import count_of
 
 
 def test_unequal_numbers_of_microbatches_on_shared_ranks_are_refused_by_name() -> None:

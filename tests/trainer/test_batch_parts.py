@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mm5d import ConfigError, MultimodalStrategy
-from lightning_mm5d.data.batches import LoaderBatches
+from lightning_mm5d.data.loader import LoaderBatches
 from lightning_mm5d.trainer.batch_parts import BatchParts
 from source.test_passed import Masked, Unpacked, Unsaid
 from zoo import CASES

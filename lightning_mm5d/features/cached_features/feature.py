@@ -68,8 +68,8 @@ from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.payload import NotSent, Packer, rebuild, tensors_in
 from lightning_mm5d.stage.runtime import Runtime
+from lightning_mm5d.stage.step_writes import attributes, written
 from lightning_mm5d.stage.taps import mark_dependent
-from lightning_mm5d.stage.written import attributes, written
 from lightning_mm5d.storage.tensor_file import Entry, TensorFile, TensorFileWriter, lay_out
 from lightning_mm5d.trainer.feature import Feature
 

@@ -36,8 +36,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mm5d.data.batches import split_replicas
 from lightning_mm5d.data.joining import Sizes, merge
+from lightning_mm5d.data.loader import split_replicas
 from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.features.first_batch.joined_step import JoinedStep, Listed, put_back
 from lightning_mm5d.sharded.collectives import message_device

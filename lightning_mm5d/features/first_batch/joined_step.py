@@ -31,10 +31,11 @@ from torch.overrides import TorchFunctionMode
 from lightning_mm5d.data.microbatch import Microbatch, with_tensors
 from lightning_mm5d.data.random_state import kept_random_state, seed_of
 from lightning_mm5d.partition.parts import is_lightnings
+from lightning_mm5d.sharded.own_backwards import ORIGINALS
 from lightning_mm5d.sharded.remote_value import is_remote, plain
 from lightning_mm5d.sharded.removable import meanwhile, put
 from lightning_mm5d.sharded.tensor import written_by
-from lightning_mm5d.sharded.torch_internals import ORIGINALS, version_of
+from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.stage.payload import detached
 from lightning_mm5d.trainer.kept_values import LONG, KeptState
 from lightning_mm5d.trainer.logs import LogCall, LogOptions

@@ -44,8 +44,10 @@ from lightning_mm5d.features.full_views.full_states import (
     Moving,
     PartExchange,
     check_kept,
+    get_data,
     hooks_of_all,
     partial_names,
+    set_data,
 )
 from lightning_mm5d.sharded.collectives import join_late, message_device
 from lightning_mm5d.sharded.remote_value import Placeholder, is_remote, plain
@@ -247,9 +249,9 @@ class _FullViews(Attached):
         with plain():
             for form in self._forms:
                 parameter = form.parameter
-                form.data, form.grad, form.kind = parameter.data, parameter.grad, type(parameter)
+                form.data, form.grad, form.kind = get_data(parameter), parameter.grad, type(parameter)
                 parameter.grad = None
-                parameter.data = form.nan(form.data.dtype, self._device)
+                set_data(parameter, form.nan(form.data.dtype, self._device))
                 parameter.__class__ = Awaited
                 vars(parameter)["opens"] = self._open
         trainer = self._module._trainer
@@ -339,7 +341,7 @@ class _FullViews(Attached):
                 parameter.__class__ = form.kind
                 if "values" in self._opened and form.data.shape != parameter.shape:
                     forget_node(parameter)
-                parameter.data = form.data
+                set_data(parameter, form.data)
                 parameter.grad = form.grad
                 form.grad = None
             for module, name, shown, before in self._swapped:

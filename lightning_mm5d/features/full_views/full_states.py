@@ -178,6 +178,9 @@ def hooks_of_all(hooks: list[tuple[Any, str, Any]], group: dist.ProcessGroup | N
 
 
 Kind = Literal["values", "gradients", "states"]
+_DATA: Any = Tensor.data
+get_data, set_data = _DATA.__get__, _DATA.__set__
+"""of a parameter, past what notices writes of users"""
 _GRAD: Any = Tensor.grad
 _GET_GRAD, _SET_GRAD = _GRAD.__get__, _GRAD.__set__
 _TELLING = TELLING - {_GET_GRAD}

@@ -55,7 +55,7 @@ from lightning_mm5d.sharded.collectives import TensorGroup, warn_on_first_rank
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.sharded.removable import Removable, meanwhile
 from lightning_mm5d.stage import Runtime
-from lightning_mm5d.stage.written import written
+from lightning_mm5d.stage.step_writes import written
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 
 _function_modes = private(overrides, "_get_current_function_mode_stack")

@@ -55,8 +55,8 @@ from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage import Deferred, Run, Runtime
 from lightning_mm5d.stage.payload import unsharded
+from lightning_mm5d.stage.step_writes import attributes, written
 from lightning_mm5d.stage.view import Stop
-from lightning_mm5d.stage.written import attributes, written
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.kept_values import HOOKED, KeptState
 

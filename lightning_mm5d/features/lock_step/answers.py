@@ -27,8 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.data.random_state import set_torch_states, torch_states
+from lightning_mm5d.sharded.own_backwards import torchs_own
 from lightning_mm5d.sharded.removable import put
-from lightning_mm5d.sharded.torch_internals import ends_graph, torchs_own, version_of
+from lightning_mm5d.sharded.torch_internals import ends_graph, version_of
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import Packer, rebuild, tensors_in
 

@@ -46,17 +46,17 @@ from lightning_mm5d.features.lock_step.answers import Differentiable, Effects
 from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.sharded.collectives import message_device
+from lightning_mm5d.sharded.own_backwards import replaced, without_inputs
 from lightning_mm5d.sharded.remote_value import settled
 from lightning_mm5d.sharded.removable import meanwhile, put
 from lightning_mm5d.source.trees import names, reached, tree_of
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import map_tensors, unsharded
-from lightning_mm5d.stage.written import Written, attributes, written
+from lightning_mm5d.stage.step_writes import Written, attributes, written
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.kept_values import KeptValues, OfHooks
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import AroundUpdates
-from lightning_mm5d.trainer.own_backwards import replaced, without_inputs
 
 _MOST = 1 << 18
 """elements of a tensor that travels because a call keeps it in an attribute"""

@@ -37,7 +37,7 @@ from lightning_mm5d.sharded.removable import meanwhile
 from lightning_mm5d.sharded.torch_internals import version_of
 from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.stage.runtime import Runtime
-from lightning_mm5d.stage.written import attributes, written
+from lightning_mm5d.stage.step_writes import attributes, written
 
 Compute = Callable[..., Any]
 Place = tuple[Any, ...]

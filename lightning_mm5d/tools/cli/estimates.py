@@ -17,7 +17,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.batches import LoaderBatches
+from lightning_mm5d.data.loader import LoaderBatches
 from lightning_mm5d.data.microbatch import Microbatch, copied, leaves
 from lightning_mm5d.data.packed_images import Path
 from lightning_mm5d.features.refusals.feature import dependence, remade

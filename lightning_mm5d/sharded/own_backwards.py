@@ -12,13 +12,27 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.removable import meanwhile
-from lightning_mm5d.sharded.torch_internals import ORIGINALS, torchs_own
+
+ORIGINALS: dict[str, FunctionType] = {name: getattr(torch.autograd, name) for name in ("backward", "grad")}
+"""of `torch.autograd`, whatever stands in their places later on"""
+
+
+def torchs_own(name: str = "backward") -> Callable[..., Any]:
+    """Return a function of `torch.autograd`, which shows itself to `__torch_function__` whatever stands in its place.
+
+    It gives to that what its module has under its name, and tensors of ranks know torch's own alone. Call what is
+    returned at once: whatever else the module has is as it is now.
+    """
+    original = ORIGINALS[name]
+    known = {**original.__globals__, name: original}
+    return FunctionType(original.__code__, known, name, original.__defaults__, original.__closure__)
 
 
 class StepBackwards:

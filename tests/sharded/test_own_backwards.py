@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_mm5d.sharded.host_copies import HostCopies
-from lightning_mm5d.trainer.own_backwards import replaced
+from lightning_mm5d.sharded.own_backwards import replaced
 
 SEEN: list[Any] = []
 
