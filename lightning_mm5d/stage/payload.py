@@ -13,6 +13,7 @@ import base64
 import enum
 import pathlib
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.sharded.tensor import Group, NotYetComputed, Sharded, from_local
 from lightning_mm5d.stage.view import StageError
 
@@ -100,6 +102,27 @@ def sendable(name: str, value: Any) -> Any:
         where = " within a function" if "<locals>" in type(value).__qualname__ else ""
         return NotSent(f"{name}, of type {type(value).__name__}{where},")
     return value
+
+
+def encoded(value: Any, where: str) -> Any:
+    """Return `value` as it crosses to other ranks; what cannot is a `NotSent`."""
+    if isinstance(value, Tensor):
+        full = unsharded(value)
+        sent = full.layout == torch.strided and not is_remote(full)
+        return full.detach().clone() if sent else NotSent(f"{where}, which this rank does not have in full,")
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.dtype.kind in "biufcUS" else value.tolist()
+    if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
+        plain = {key: encoded(inner, where) for key, inner in value.items()}
+        return plain if type(value).__module__ in ("builtins", "collections") else _sendable_value(value, where)
+    if type(value) in (list, tuple, deque):
+        return (tuple if type(value) is tuple else list)(encoded(element, where) for element in value)
+    return _sendable_value(value, where)
+
+
+def _sendable_value(value: Any, where: str) -> Any:
+    is_local = "<locals>" in type(value).__qualname__
+    return NotSent(f"{where}, of type {type(value).__name__},") if is_local else sendable(where, value)
 
 
 def with_sendable_fields(name: str, result: Any) -> Any:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from operator import is_
@@ -42,7 +42,7 @@ from lightning_mm5d.data.joining import BatchNumber, Sizes, merge
 from lightning_mm5d.data.random_state import generator_states, is_iterator, put_generators_back
 from lightning_mm5d.sharded.remote_value import RemoteValue, is_remote, make_plain
 from lightning_mm5d.sharded.tensor import Sharded
-from lightning_mm5d.stage.payload import NotSent, detached, sendable, unsharded
+from lightning_mm5d.stage.payload import detached, encoded
 
 OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 """names of the attributes that Lightning and torch keep in a module"""
@@ -333,7 +333,7 @@ class _Object:
         for name, value in now.items():
             path = f"{where}.{name}" if where == "self" else f"{where}[{name!r}]"
             if value is not self._values.get(name, _MISSING) and not _same(value, self._values.get(name, _MISSING)):
-                rows.append([name, ["set", _encoded(value, path)]])
+                rows.append([name, ["set", encoded(value, path)]])
             elif name in self._inside and (change := self._inside[name].changes(path)):
                 rows.append([name, change])
         return ["entries", rows, gone] if rows or gone else None
@@ -406,9 +406,9 @@ class _Row:
                 order = [places[id(value)] for value in now]
                 return None if order == [*range(count)] else ["order", order]
         if len(now) < count or not all(map(is_, now, self.values)):
-            return ["replace", [_encoded(value, where) for value in now]]
+            return ["replace", [encoded(value, where) for value in now]]
         inside = [[index, diff] for index, part in self._inside.items() if (diff := part.changes(f"{where}[{index}]"))]
-        added = [_encoded(value, where) for value in now[count:]]
+        added = [encoded(value, where) for value in now[count:]]
         return ["extend", added, inside] if added or inside else None
 
     def apply(self, change: list[Any]) -> None:
@@ -464,7 +464,7 @@ class _Whole:
     def changes(self, where: str) -> list[Any] | None:
         # which may be put back before it is filled
         value = self.owner.copy() if isinstance(self.owner, set) else self.owner
-        return ["fill", _encoded(value, where)] if self._changed() else None
+        return ["fill", encoded(value, where)] if self._changed() else None
 
     def apply(self, change: list[Any]) -> None:
         self._fill(change[1])
@@ -600,24 +600,3 @@ def _hold_rows(value: Any, size: int) -> bool:
 def _same(value: Any, before: Any) -> bool:
     """Whether plain values are equal, which need not be the same objects."""
     return type(value) is type(before) and isinstance(value, (bool, int, float, str)) and value == before
-
-
-def _encoded(value: Any, where: str) -> Any:
-    """Return `value` as it crosses to other ranks; what cannot is a `NotSent`."""
-    if isinstance(value, Tensor):
-        full = unsharded(value)
-        sent = full.layout == torch.strided and not is_remote(full)
-        return full.detach().clone() if sent else NotSent(f"{where}, which this rank does not have in full,")
-    if isinstance(value, np.ndarray):
-        return value.copy() if value.dtype.kind in "biufcUS" else value.tolist()
-    if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
-        plain = {key: _encoded(inner, where) for key, inner in value.items()}
-        return plain if type(value).__module__ in ("builtins", "collections") else _sendable(value, where)
-    if type(value) in (list, tuple, deque):
-        return (tuple if type(value) is tuple else list)(_encoded(element, where) for element in value)
-    return _sendable(value, where)
-
-
-def _sendable(value: Any, where: str) -> Any:
-    is_local = "<locals>" in type(value).__qualname__
-    return NotSent(f"{where}, of type {type(value).__name__},") if is_local else sendable(where, value)
