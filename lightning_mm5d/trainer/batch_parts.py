@@ -120,11 +120,12 @@ class BatchParts:
         self.is_compiled = any(is_compiled(part) or is_compiled_in_place(part) for part in module.modules())
         self.splits = mode == "split" and self._splitter is None
         self.dealer: Dealer | None = None
+        self._ends: Ends = {}
+        self.counts_equally = False
         names = ("training_step", "validation_step", "test_step")
         # steps of replicas that optimize by hand are not steps of the engine
         is_mean = module.automatic_optimization and any(self.of_step(name)._reads_labels for name in names)
         self.counts_equally = self.counts_samples and not self.deals and not is_mean
-        self._ends: Ends = {}
 
     @property
     def _reads_labels(self) -> bool:
