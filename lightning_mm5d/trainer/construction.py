@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.config.features import FEATURES, parts
 from lightning_mm5d.data.random_state import kept_random_state
 from lightning_mm5d.plan.plan import Plan
@@ -148,6 +148,9 @@ def _copy(module: _Module, memo: dict[int, Any]) -> _Module:
         state = clone.__getstate__()
         vars(clone).clear()
         clone.__setstate__(state)
+        for name in private(clone, "_defaults"):  # an update in place stays with the copy
+            value = vars(clone)[name]
+            vars(clone)[name] = value.clone() if isinstance(value, Tensor) else [*value]
     return clone
 
 

@@ -357,7 +357,8 @@ def make_launcher(strategy: LaunchedStrategy, *, start_method: Literal["popen", 
     if start_method == "popen" or strategy.cluster_environment.creates_processes_externally:
         launcher = ScriptLauncher(strategy)
         is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
-        if is_interactive and not launcher.is_interactive_compatible:  # which Lightning refuses by its own strategies
+        is_started = strategy.cluster_environment.creates_processes_externally  # which Lightning refuses by itself
+        if is_interactive and not is_started and not launcher.is_interactive_compatible:
             raise _without_script("this Python is interactive")
         return launcher
     return ProcessLauncher(strategy, start_method)

@@ -269,8 +269,10 @@ class AnsweredTransport:
         catcher = _Catcher(channel.dst_rank)
         bridges = Bridges(self._plan, catcher, channel.src_rank, {})  # type: ignore[arg-type]
         self.answers = True
-        bridges.between(first, last, sent.place, back).send(meta, tensors, shards, UNKNOWN, sent.place)
-        self.answers = False
+        try:
+            bridges.between(first, last, sent.place, back).send(meta, tensors, shards, UNKNOWN, sent.place)
+        finally:
+            self.answers = False
         return catcher.payload
 
     def flush(self) -> None:

@@ -39,8 +39,8 @@ Storages = dict[int, int]
 """bytes of storages by their numbers"""
 
 _LARGE = 2**16
-_REGISTERED = ("_parameters", "_buffers", "_modules")
 """elements of a floating-point buffer above which its values are left out"""
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 _SHARDED = {"column": True, "head": True, "row": False, "experts": False}
 """roles of layers with sharded weights, and whether their results are sharded"""
 
