@@ -18,7 +18,7 @@ from argparse import Namespace
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ import yaml
 
 from lightning_mm5d.config.checks import check_count
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.groups import with_fields
+from lightning_mm5d.config.groups import OF_MODALITY, PipelineTemplate, path_of, value_of, with_fields
 from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
 from lightning_mm5d.config.tables import Table, bytes_of, memory_text
 from lightning_mm5d.features.shared_experts.experts import find_experts
@@ -53,7 +53,6 @@ from lightning_mm5d.tools.planner.search import (
     LayoutSearch,
     check_searched,
     plan_maker,
-    said_of,
     words,
 )
 
@@ -82,8 +81,12 @@ def plan(arguments: Namespace, source: Source) -> None:
     text = layout_file(layouts[0].candidate, job, source, cluster, replica_batch)
     if arguments.write is not None:
         write("--write", arguments.write, text)
+    configured, why_not = _configured_layout(job, search, layouts[0])
     if arguments.json:
-        print(json.dumps([_numbers(layout) for layout in layouts]))
+        best, *others = map(_numbers, layouts)
+        instead_of = {"configured": configured and _numbers(configured), "why_not": why_not}
+        searched = {"simulated": search.tried, "left": search.left}
+        print(json.dumps([{**best, **instead_of, **searched}, *others]))
         return
     rows = []
     for number, layout in enumerate(layouts, 1):
@@ -102,10 +105,31 @@ def plan(arguments: Namespace, source: Source) -> None:
             f"layouts simulated: {search.tried}{'' if arguments.cluster else assumed}",
             Table.of(head, rows),
             *([] if run is None else [f"The step that {run.path} shows took {1e3 * run.seconds:.4g} ms"]),
-            _configured_layout(job, search, layouts[0]),
+            *_left(search, layouts[0]),
+            why_not,
+            *_not_searched(job.modalities),
             text,
         ]
     )
+
+
+def _left(search: LayoutSearch, best: Judged) -> list[str]:
+    """What is known of layouts that were not tried, where one may be faster than those that are shown."""
+    if search.left is None:
+        return []
+    bound = f"{1e3 * search.left:.4g} ms, {search.left / best.time.seconds:.2f} times the step of the best"
+    return [f"The search ended at its limit: steps of layouts that it left take at least {bound}"]
+
+
+def _not_searched(modalities: Mapping[str, Modality]) -> list[str]:
+    """Settings of a layout that proposals are without, since the search does not choose them."""
+    settings = [
+        f"modalities.{name}.{path_of(field)}: {value_of(modality, field)}"
+        for name, modality in modalities.items()
+        for field in ("cp_mode", "inner_ring_size", "tp_mode", "expert_tp_size")
+        if value_of(modality, field) != value_of(_free(modality, None), field)
+    ]
+    return [f"Not searched, and left out of the layouts above: {', '.join(settings)}"] if settings else []
 
 
 @contextmanager
@@ -301,31 +325,52 @@ def layout_file(candidate: Candidate, job: Job, source: Source, cluster: Cluster
     return note + yaml.safe_dump(content, sort_keys=False)
 
 
+def said_of(modality: Any, instead_of: Any) -> dict[str, Any]:
+    """Return the fields of a modality that are not at their defaults, or were not, as plain values, in their groups.
+
+    A LightningCLI lays one file over another field by field, so what is no longer set must be said too.
+    """
+    settings: dict[str, Any] = {}
+    for each in fields(modality):
+        value, before = getattr(modality, each.name), getattr(instead_of, each.name)
+        if each.name in OF_MODALITY:
+            if inner := said_of(value, before):
+                settings[each.name] = inner
+        elif isinstance(value, PipelineTemplate):
+            had_offsets = before is not None and before.offsets is not None
+            settings[each.name] = {"stages": value.stages, **({"offsets": None} if had_offsets else {})}
+        elif value != each.default or before != each.default:
+            settings[each.name] = value
+    return settings
+
+
 def _numbers(best: Judged) -> Mapping[str, Any]:
+    """A layout as JSON; times in seconds, memory in bytes."""
     return {"layout": words(best.candidate), **best.time._asdict(), "exposed": best.exposed, "peak": best.memory.peak}
 
 
-def _configured_layout(job: Job, search: LayoutSearch, best: Judged) -> str:
-    """What keeps the configured layout from being the best."""
+def _configured_layout(job: Job, search: LayoutSearch, best: Judged) -> tuple[Judged | None, str]:
+    """The configured layout, where it can be compared, and what keeps it from being the best."""
     if job.refused is not None:
-        return f"The configured layout cannot run on these ranks. {job.refused}"
+        return None, f"The configured layout cannot run on these ranks. {job.refused}"
     count = job.strategy.usual_microbatches()
     assert job.plan is not None
     if job.strategy.schedule not in SCHEDULES:
-        return "The configured schedule is a table or a function, which is for one layout: it is not compared"
+        return None, "The configured schedule is a table or a function, which is for one layout: it is not compared"
     size = max(search.batch // job.plan.layout.num_replicas // count, 1)
     candidate = Candidate(job.plan.modalities, name_of(job.strategy.schedule), size, count)
     try:
         judged = replace(search, memory=2**62).judged(candidate)
     except ConfigError as error:
-        return f"The configured layout is refused. {error}"
-    assert judged is not None, "without a bound"
+        return None, f"The configured layout is refused. {error}"
+    judged = replace(judged, exposed=search.exposed(judged))
     seconds, bubble = judged.time
     text = f"The configured layout ({words(candidate)}) takes {1e3 * seconds:.4g} ms, of which ranks idle {bubble:.1%}"
-    text += f" and wait for links {search.exposed(judged) / seconds:.1%}"
+    text += f" and wait for links {judged.exposed / seconds:.1%}"
     if judged.memory.peak > search.memory:
-        return f"{text}. Rank {judged.memory.rank} needs {memory_text(judged.memory.peak)}, more than there is"
-    return f"{text}: {seconds / best.time.seconds:.2f} times the step of the best"
+        need = memory_text(judged.memory.peak)
+        return judged, f"{text}. Rank {judged.memory.rank} needs {need}, more than there is"
+    return judged, f"{text}: {seconds / best.time.seconds:.2f} times the step of the best"
 
 
 _OPTION = "--from"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule
 
@@ -17,19 +18,30 @@ from lightning_mm5d.config.groups import path_of, value_of
 from lightning_mm5d.config.modality import Modality, for_schedule
 from lightning_mm5d.config.tables import Page, Table, memory_text, spans
 from lightning_mm5d.engine.run_groups import communicators, wanted_groups
-from lightning_mm5d.features.timeline.drawing import COSTS, WORK, TimeUnit, chrome_trace, draw
+from lightning_mm5d.features.timeline.drawing import COSTS, SECONDS, WORK, TimeUnit, chrome_trace, draw
 from lightning_mm5d.features.unlike_pipelines.pipelines import UNLIKE_SCHEDULES
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import SCHEDULES, AnySchedule, Graph, name_of
 from lightning_mm5d.strategy import MultimodalStrategy
-from lightning_mm5d.tools.cli.cluster_plan import nodes_of
+from lightning_mm5d.tools.cli.cluster_file import read_cluster
+from lightning_mm5d.tools.cli.cluster_plan import nodes_of, quiet, search_of
 from lightning_mm5d.tools.cli.configuration import Source
-from lightning_mm5d.tools.cli.estimates import first_samples, step_of
+from lightning_mm5d.tools.cli.estimates import first_samples, step_of, tracer
 from lightning_mm5d.tools.cli.job import Job, check_name, durations, load
 from lightning_mm5d.tools.cli.terminal import show, unwritable, warn
 from lightning_mm5d.tools.dryrun.dry_rank import DryRun, DryRuns
 from lightning_mm5d.tools.planner.inspect import as_json, holdings, memory_table, options_table, report, warnings
-from lightning_mm5d.tools.planner.outcomes import STAGES_NOTE, Outcome, compare, comparison, num_stages, ranks, sketch
+from lightning_mm5d.tools.planner.layout_costs import Cluster, LayoutCosts
+from lightning_mm5d.tools.planner.outcomes import (
+    STAGES_NOTE,
+    Outcome,
+    Sends,
+    compare,
+    comparison,
+    num_stages,
+    ranks,
+    sketch,
+)
 from lightning_mm5d.tools.planner.rank_memory import RankMemory, memory_of
 
 _FORWARDS = TimeUnit("units", "units of a forward on one rank of any modality")
@@ -68,19 +80,22 @@ def _communicators(plan: Plan) -> str:
 
 def simulate(arguments: Namespace, source: Source) -> None:
     """Print what every schedule would do, and write pictures and traces of the configured one."""
-    job = load(source)
+    cluster = None if arguments.cluster is None else read_cluster(arguments.cluster)
+    job = load(source, world=None if cluster is None else (cluster.ranks, cluster.nodes))
+    if job.refused is not None:
+        raise job.refused
     _check_size(job.strategy)
+    priced = None if cluster is None else _priced(job, cluster, arguments)
     job = job._replace(modalities=_costed(job, arguments.cost))
     frozen = _frozen(job, arguments.frozen)
     configured = job.strategy.schedule
-    schedules, left_out = _compared(
-        _graph(job, configured, frozen), configured, unlike=bool(job.strategy.layout.pipelines)
-    )
-    outcomes = compare(lambda schedule: _graph(job, schedule, frozen), schedules)
+    graph, sends = partial(_graph, job, frozen=frozen, priced=priced), _sends(priced)
+    schedules, left_out = _compared(graph(configured), configured, unlike=bool(job.strategy.layout.pipelines))
+    outcomes = compare(graph, schedules, sends)
     at = schedules.index(configured)
     if configured == "auto" and job.module is not None:  # training chooses the order only, not the placement
-        outcomes[at : at + 1] = compare(_graph(job, configured, frozen), [configured])
-    chosen, unit = outcomes[at], _unit(job)
+        outcomes[at : at + 1] = compare(graph(configured), [configured], sends)
+    chosen, unit = outcomes[at], _unit(job) if priced is None else SECONDS
     for path in arguments.out:
         _write(chosen, path, unit)
     if arguments.json:
@@ -88,6 +103,34 @@ def simulate(arguments: Namespace, source: Source) -> None:
     else:
         show(_simulated(job, outcomes, chosen, unit))
     warn([*_chunks_missing(job, chosen), *left_out])
+
+
+class _Priced(NamedTuple):
+    """What layers and messages cost on a cluster.
+
+    Attributes:
+        costs: of layers.
+        sends: of each graph that was made, how long its messages take.
+    """
+
+    costs: LayoutCosts
+    sends: dict[Graph, Sends]
+
+
+def _priced(job: Job, cluster: Cluster, arguments: Namespace) -> _Priced:
+    path = str(arguments.cluster)
+    if job.module is None:
+        raise ConfigError(
+            "--cluster", path, "Seconds are those of a model's layers", "Add the model to the configuration"
+        )
+    if arguments.cost is not None:
+        raise ConfigError("--cluster", path, "Durations are given, or those of a cluster", "Leave out --cost")
+    with quiet():
+        return _Priced(search_of(job, cluster, None, tracer(job))[0].costs, {})
+
+
+def _sends(priced: _Priced | None) -> Callable[[Graph], Sends | float]:
+    return (lambda _: 0.0) if priced is None else priced.sends.__getitem__
 
 
 def _check_size(strategy: MultimodalStrategy) -> None:
@@ -135,7 +178,7 @@ def _frozen(job: Job, given: str | None) -> frozenset[str]:
     return frozenset(names)
 
 
-def _graph(job: Job, schedule: AnySchedule, frozen: frozenset[str]) -> Graph:
+def _graph(job: Job, schedule: AnySchedule, frozen: frozenset[str], priced: _Priced | None) -> Graph:
     """The graph of stages as `schedule` wants them.
 
     ``interleaved`` and ``zbv`` are given two chunks of the loss modality a rank where the user said nothing about
@@ -154,7 +197,12 @@ def _graph(job: Job, schedule: AnySchedule, frozen: frozenset[str]) -> Graph:
     except ConfigError:
         placed.modalities = dict(written)
         plan = placed.plan(module)
-    return plan.graphs.full_graph(schedule, strategy.usual_microbatches(), module)
+    if priced is None:
+        return plan.graphs.full_graph(schedule, strategy.usual_microbatches(), module)
+    costs, plan = priced.costs, replace(plan, v_shaped=schedule == "zbv")
+    graph = costs.timed(plan, costs.samples).graphs.full_graph(schedule, strategy.usual_microbatches(), module)
+    priced.sends[graph] = costs.sends(plan, costs.samples)
+    return graph
 
 
 def _simulated(job: Job, outcomes: Sequence[Outcome], chosen: Outcome, unit: TimeUnit) -> Page:

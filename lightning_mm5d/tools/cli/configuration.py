@@ -86,7 +86,12 @@ def has_class(key: str, contents: Sequence[Mapping[str, Any]], options: Sequence
 
 
 def prepare(
-    configs: Sequence[Path], script: Path | None, overrides: Sequence[str], *, sizes_will_do: bool = False
+    configs: Sequence[Path],
+    script: Path | None,
+    overrides: Sequence[str],
+    *,
+    sizes_will_do: bool = False,
+    other_ranks: bool = False,
 ) -> Source:
     """Read the files and check what they say, without torch and without running any code of the user.
 
@@ -96,6 +101,7 @@ def prepare(
         overrides: options of the LightningCLI.
         sizes_will_do: whether the model may be missing, which it is where neither the files nor the options say
             ``model`` and there is no script.
+        other_ranks: whether the ranks are others than those configured, which need not fit the sizes.
 
     Raises:
         ConfigError: a file cannot be read, a field cannot work, or nothing names the class of the model.
@@ -104,7 +110,7 @@ def prepare(
     contents = [read_configuration(config) for config in configs]
     if script is not None and not script.is_file():
         raise ConfigError("--script", str(script), "There is no such file", "Name the script that trains")
-    check_early(contents, overrides, has_script=script is not None)
+    check_early(contents, overrides, has_script=script is not None, other_ranks=other_ranks)
     keys = {option[2:].split("=")[0].split(".")[0] for option in overrides if option.startswith("--")}
     if sizes_will_do and script is None and "model" not in keys.union(*contents):
         return Source(configs, contents, script, overrides, has_model=False)
@@ -168,13 +174,20 @@ def _scripts_beside(configs: Sequence[Path]) -> list[Path]:
     return [file for file in files if "LightningCLI" in file.read_text(encoding="utf-8", errors="ignore")]
 
 
-def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str], *, has_script: bool = False) -> None:
+def check_early(
+    contents: Sequence[Mapping[str, Any]],
+    overrides: Sequence[str],
+    *,
+    has_script: bool = False,
+    other_ranks: bool = False,
+) -> None:
     """Refuse a configuration of the strategy that cannot work, whatever the model and the number of ranks.
 
     Args:
         contents: of YAML files, later ones laid on top.
         overrides: options that lie on top of them.
         has_script: whether the LightningCLI is a script's, with options and defaults of its own.
+        other_ranks: as of `prepare`.
 
     Raises:
         ConfigError: at the first field that cannot work, or where the class is named in place of a strategy.
@@ -211,7 +224,8 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str],
     if "modalities" in fields:
         fields["modalities"] = as_modalities(fields["modalities"])
     check_fields(fields)
-    _check_world(contents, overrides, fields)
+    if not other_ranks:
+        _check_world(contents, overrides, fields)
 
 
 def check_numbers(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> None:

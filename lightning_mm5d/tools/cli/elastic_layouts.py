@@ -27,13 +27,13 @@ from lightning_mm5d.config.errors import ConfigError, RankLostError, repeated
 from lightning_mm5d.config.modality import as_modalities, loss_modality_of
 from lightning_mm5d.data.random_state import kept_random_state
 from lightning_mm5d.strategy import MultimodalStrategy
-from lightning_mm5d.tools.cli.cluster_plan import lay_out, layout_file, quiet, search_of, sets_batch
+from lightning_mm5d.tools.cli.cluster_plan import lay_out, layout_file, quiet, said_of, search_of, sets_batch
 from lightning_mm5d.tools.cli.configuration import Source, prepare
 from lightning_mm5d.tools.cli.estimates import tracer
 from lightning_mm5d.tools.cli.job import DTYPES, Job, configurations, load
 from lightning_mm5d.tools.cli.terminal import warn
 from lightning_mm5d.tools.planner.layout_costs import Cluster
-from lightning_mm5d.tools.planner.search import Candidate, said_of, words
+from lightning_mm5d.tools.planner.search import Candidate, words
 from lightning_mm5d.trainer.construction import configured, copy_without_memory
 from lightning_mm5d.trainer.process_group import round_store
 

@@ -17,12 +17,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NoReturn
+
+from typing_extensions import override
 
 from lightning_mm5d.config.errors import CheckpointCorruptError, CheckpointUntrustedError, ConfigError, private
 
@@ -41,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 where `doctor` finds that training cannot work; 2 where the configuration is refused; 130
         after an interrupt.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
+    given = _joined(sys.argv[1:] if argv is None else argv)
     if next(iter(given), "") in _TRAINING:
         return _attempt(lambda: _train(given))
     parser, parsers = _parser()
@@ -151,7 +155,13 @@ def _run_configured(arguments: argparse.Namespace, overrides: Sequence[str]) -> 
     if not arguments.configs:
         fix = "Name one" + ", or a model: --model NAME" * (arguments.command == "inspect")
         raise ConfigError("CONFIG", None, "It names the YAML file of a LightningCLI", fix)
-    source = prepare(arguments.configs, arguments.script, overrides, sizes_will_do=arguments.command == "simulate")
+    source = prepare(
+        arguments.configs,
+        arguments.script,
+        overrides,
+        sizes_will_do=arguments.command == "simulate",
+        other_ranks=any(getattr(arguments, name, None) is not None for name in ("ranks", "cluster", "world")),
+    )
     from lightning_mm5d.tools.cli import cluster_plan, commands  # imports torch
 
     run = {
@@ -201,9 +211,32 @@ def _export(arguments: argparse.Namespace) -> None:
     warn(done.warnings)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Refuses in one line, as all else that is refused."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        print(f"mm5d: error: {message}. {self.prog} --help shows what there is.", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """Arguments in which values that begin with a minus and a digit stand at their options: ``--memory=-3GiB``.
+
+    Otherwise argparse takes what is no number for an option.
+    """
+    arguments: list[str] = []
+    for argument in argv:
+        if re.match(r"-\.?\d", argument) and arguments and re.match("--[^=]+$", arguments[-1]):
+            arguments[-1] += f"={argument}"
+        else:
+            arguments.append(argument)
+    return arguments
+
+
 def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """The parser, and that of each command."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="mm5d",
         allow_abbrev=False,
         description="Train from YAML, plan training before it runs, and take checkpoints out again.",
@@ -212,7 +245,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
     for name, about in (("fit", "train"), ("validate", "validate"), ("test", "test"), ("predict", "predict")):
         commands.add_parser(name, help=f"{about} what a YAML file says: a LightningCLI; {name} --help has its options")
-    configured = argparse.ArgumentParser(add_help=False)
+    configured = _Parser(add_help=False)
     configured.add_argument(
         "configs", nargs="*", type=Path, metavar="CONFIG", help="YAML files, later ones laid on top"
     )
@@ -251,6 +284,12 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         metavar="NAME=NUMBER,...",
         help="duration of a forward on each pipeline rank of these modalities, instead of an estimate; without a model "
         "it is 1 where nothing is said",
+    )
+    command.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="nodes, links and devices in YAML, as of mm5d plan: times are seconds of layers and messages there",
     )
     command.add_argument(
         "--frozen",
@@ -339,9 +378,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     return parser, commands.choices
 
 
-def _add_checkpoint_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_checkpoint_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     """`export` and `checkpoint show`."""
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = _Parser(add_help=False)
     shared.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="file or folder")
     shared.add_argument(
         "--unsafe",

@@ -239,24 +239,45 @@ def memory_table(memory: Sequence[RankMemory]) -> Table:
     return Table.of(["on the host" if name == "host" else name for name in RankMemory._fields], rows)
 
 
-def options_table(plan: Plan, step: Step) -> Table:
-    """Return what the rank that needs most would need with each option, and without each one that is configured."""
-    rows = [("as configured", *_most(plan, step))]
+class Option(NamedTuple):
+    """What the rank that needs most would need with an option of memory in all modalities.
+
+    Attributes:
+        name: of the option, as it is configured.
+        modalities: with it.
+        peak: bytes on its device.
+        host: bytes in host memory.
+    """
+
+    name: str
+    modalities: Mapping[str, Modality]
+    peak: int
+    host: int
+
+
+def options(plan: Plan, step: Step) -> Iterator[Option]:
+    """Yield the plan as it is, then with each option of memory, and without each one that is configured."""
+    yield _option("as configured", plan, step)
     for name, modalities in _variants(plan):
         try:
             for modality, changes in modalities.items():
                 check_memory(f"modalities.{modality}", changes)
             check_pipelines(modalities, "1f1b")
             check_features({"modalities": modalities})
-            rows.append((name, *_most(changed(plan, modalities), step)))
+            yield _option(name, changed(plan, modalities), step)
         except ConfigError:  # it does not go with what is configured
             continue
+
+
+def options_table(plan: Plan, step: Step) -> Table:
+    """Return the table of `options`."""
+    rows = [(each.name, memory_text(each.peak), memory_text(each.host)) for each in options(plan, step)]
     return Table.of(("all modalities", "largest peak", "on the host"), rows)
 
 
-def _most(plan: Plan, step: Step) -> tuple[str, str]:
+def _option(name: str, plan: Plan, step: Step) -> Option:
     memory = memory_of(plan, step)
-    return memory_text(max(rank.peak for rank in memory)), memory_text(max(rank.host for rank in memory))
+    return Option(name, plan.modalities, max(rank.peak for rank in memory), max(rank.host for rank in memory))
 
 
 def _variants(plan: Plan) -> Iterator[tuple[str, Mapping[str, Modality]]]:

@@ -334,6 +334,10 @@ class LayoutCosts:
         updated = self.cluster.seconds(0.0, moved) * self.update_scale
         return sum(size / bucket * each for size, each in times), updated + rows, smallest
 
+    def sends(self, plan: Plan, samples: float) -> Callable[[StageKey, StageKey], float]:
+        """Return the seconds of a message of so many samples between two stages of a plan."""
+        return self._transfers(plan, self._messages(plan, samples))
+
     def _transfers(self, plan: Plan, messages: _Messages) -> Callable[[StageKey, StageKey], float]:
         """Seconds of a message between two stages: ranks of the sender share it, those of the receiver gather it."""
         known: dict[frozenset[StageKey], float] = {}

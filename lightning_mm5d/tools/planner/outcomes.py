@@ -151,8 +151,14 @@ class Outcome:
         return {"schedule": self.schedule, "makespan": makespan, "bubble": self.bubble, "ranks": ranks}
 
 
+Sends = Callable[[StageKey, StageKey], float]
+"""How long a message takes between two stages."""
+
+
 def compare(
-    graph: Graph | Callable[[AnySchedule], Graph], schedules: Iterable[AnySchedule] = SCHEDULES
+    graph: Graph | Callable[[AnySchedule], Graph],
+    schedules: Iterable[AnySchedule] = SCHEDULES,
+    sends: Callable[[Graph], Sends | float] = lambda _: 0.0,
 ) -> list[Outcome]:
     """Builds and simulates several schedules of the same stages.
 
@@ -160,6 +166,7 @@ def compare(
         graph: the stages, or a function from a schedule to them where placements differ. ``auto`` then takes the best
             of the placements of all schedules.
         schedules: as `build` takes them.
+        sends: returns how long messages take in a graph; no time by default.
 
     Raises:
         ConfigError: a name is not known.
@@ -168,7 +175,7 @@ def compare(
     schedules = list(schedules)
     outcomes = []
     for schedule in schedules:
-        played = [_play(schedule, placed) for placed in _graphs(graph, schedule, schedules)]
+        played = [_play(schedule, placed, sends(placed)) for placed in _graphs(graph, schedule, schedules)]
         outcomes.append(min(played, key=lambda outcome: outcome.simulation.makespan))
     return outcomes
 
@@ -181,9 +188,10 @@ def _graphs(
     return list(dict.fromkeys(graph(other) for other in (schedules if schedule == "auto" else [schedule])))
 
 
-def _play(schedule: AnySchedule, graph: Graph) -> Outcome:
+def _play(schedule: AnySchedule, graph: Graph, sends: Sends | float) -> Outcome:
     actions = build(schedule, graph)
-    return Outcome(schedule=name_of(schedule), graph=graph, actions=actions, simulation=simulate(actions, graph))
+    simulation = simulate(actions, graph, transfer_cost=sends)
+    return Outcome(schedule=name_of(schedule), graph=graph, actions=actions, simulation=simulation)
 
 
 STAGES_NOTE = "More stages are smaller stages: two activations of half a stage take as much as one of a whole stage."

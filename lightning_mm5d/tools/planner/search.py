@@ -5,26 +5,34 @@ the last of those to be shown. The bound is first that of their work, spread ove
 of each placement of stages (`placements`, `lower_bound`). What would be shown is then held against the memory of a rank
 and against the checks of the strategy, so that none is proposed that a run refuses.
 
+Memory is brought down only where it must be: sizes with more recomputation or ZeRO are tried after a placement of them
+does not fit with less, and optimizers with offloaded states where no layout fits without. The loss modality and the
+encoders that train have a recomputation each; ZeRO is the same for all. What a modality says of these stays. Of layouts
+that differ in nothing else the fastest is returned.
+
 A step has the same samples in all layouts. `tp_size` stays within a node. Encoders have the replicas of the loss
-modality, or share ranks; their `cp_size` is 1 or that of the loss modality. What a modality says of ZeRO, recomputation
-and paths stays. Modalities after the language model and replicas that are unlike are refused.
+modality, or share ranks; their `cp_size` is 1 or that of the loss modality. What it says of paths stays. Modalities
+after the language model and replicas that are unlike are refused.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import islice, product
+from itertools import chain, count, islice, product
+from operator import le
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.groups import OF_MODALITY, PipelineTemplate, path_of, value_of, with_fields
+from lightning_mm5d.config.groups import path_of, value_of, with_fields
 from lightning_mm5d.config.modality import Modality, decoders_of
 from lightning_mm5d.config.tables import memory_text
 from lightning_mm5d.features.auto_schedule import lower_bound
@@ -35,16 +43,22 @@ from lightning_mm5d.partition.costs import costed, kept_of, step_costs
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.tensor_parallel.plan_lookup import divide
 from lightning_mm5d.tensor_parallel.resolve import Division
+from lightning_mm5d.tools.planner.inspect import options
 from lightning_mm5d.tools.planner.layout_costs import LayoutCosts, Link, StepTime
 from lightning_mm5d.tools.planner.placements import Space, configured, layer_costs, plain, recomputing, replica_graph
-from lightning_mm5d.tools.planner.rank_memory import RankMemory, memory_of
+from lightning_mm5d.tools.planner.rank_memory import RankMemory, Step, memory_of
 
 _SHOWN = 5
 _PLACEMENTS = 12  # of each choice of sizes
 _TRIED = 150  # layouts whose step is simulated
+_TOO_LARGE = 2  # times as many whose memory is counted
 _DEEPEST = 32  # pipeline ranks
 _SCHEDULES, _OF_CHUNKS = ("1f1b", "zero_bubble"), ("interleaved", "zbv")
 _RECOMPUTATION = ("none", "selective", "full")
+_STAGES = (None, 1, 2, 3)  # of ZeRO
+
+_Levels = tuple[int, ...]
+"""how far memory is brought down: indices of recomputation in the loss modality and in encoders, and of ZeRO's stage"""
 
 
 class Candidate(NamedTuple):
@@ -80,6 +94,24 @@ class Judged:
     exposed: float = 0.0
 
 
+class _Waiting(NamedTuple):
+    """A layout that was not tried yet, in the order of its bound.
+
+    Attributes:
+        bound: seconds that no step of it is below.
+        number: of those that waited before.
+        candidate: the layout; without a schedule where its stages are not placed.
+        sizes: index of its sizes.
+        levels: of its memory.
+    """
+
+    bound: float
+    number: int
+    candidate: Candidate
+    sizes: int
+    levels: _Levels
+
+
 @dataclass
 class LayoutSearch:
     """A search.
@@ -98,6 +130,7 @@ class LayoutSearch:
 
     Attributes:
         tried: number of layouts whose step was simulated.
+        left: seconds that no step of a layout which was left is below, where a search ended before all were tried.
         least: what the fullest rank needs in the layout of those tried that needs least, and that layout.
     """
 
@@ -112,54 +145,104 @@ class LayoutSearch:
     shares: bool = False
     experts: Mapping[str, int] = field(default_factory=dict)
     tried: int = field(default=0, init=False)
+    left: float | None = field(default=None, init=False)
     least: tuple[int, Candidate] | None = field(default=None, init=False)
     _known: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def best(self) -> list[Judged]:
-        """Return the fastest layouts that fit, at most five, the fastest first."""
-        fastest: list[Judged] = []
-        waiting: list[tuple[float, int, Candidate, int]] = []  # 0 for its schedule: not placed yet
-        for candidate in self._choices():
-            heappush(waiting, (self._work(candidate), len(waiting), candidate, 0))
-        pushed, slowest, fits = len(waiting), math.inf, set[str]()
-        while waiting and self.tried < _TRIED and waiting[0][0] < slowest:
-            bound, _, candidate, is_placed = heappop(waiting)
-            if not is_placed:
-                for above, placed in self._placed(candidate):
-                    heappush(waiting, (max(above, bound), pushed := pushed + 1, placed, 1))
-                continue
-            unshared = {name: with_fields(modality, zero_stage=None) for name, modality in candidate.modalities.items()}
-            if (key := words(candidate._replace(modalities=unshared))) in fits:
-                continue  # it fits with less shared, of which the update alone is slower
-            try:
-                judged = self.judged(candidate, slowest)
-            except ConfigError:  # no run would accept it
-                continue
-            if judged is not None and judged.memory.peak <= self.memory:
-                fits.add(key)
-                fastest = sorted([*fastest, judged], key=_rank)[:_SHOWN]
-                slowest = fastest[-1].time.seconds if len(fastest) == _SHOWN else math.inf
+        """Return the fastest layouts that fit, at most five, the fastest first.
+
+        Of layouts that differ in nothing but recomputation, ZeRO and offloading only the fastest is there.
+        """
+        fastest = self._fastest(offloads=False) or self._fastest(offloads=True) or self._fitting()
         return [replace(layout, exposed=self.exposed(layout)) for layout in fastest]
 
-    def judged(self, candidate: Candidate, slowest: float = math.inf) -> Judged | None:
-        """Return a layout with its step; None where it is not faster than `slowest`.
+    def _fitting(self) -> list[Judged]:
+        """Of the layouts that seem to need least those that fit, which a search with a limit may not come to."""
+        fitting = list[Judged]()
+        for candidate in self._smallest():
+            with suppress(ConfigError):
+                fitting.append(self.judged(candidate))
+        fitting = sorted((each for each in fitting if each.memory.peak <= self.memory), key=_rank, reverse=True)
+        return sorted({_family(each.candidate): each for each in fitting}.values(), key=_rank)[:_SHOWN]
+
+    def _smallest(self) -> Iterator[Candidate]:
+        """Placements of the sizes that seem to need least, with all that brings memory down."""
+        choices = sorted(self._choices(), key=lambda sizes: self._least(self._small(sizes)))
+        smallest = (self._small(sizes, less) for sizes in choices for less in range(2))  # ZeRO 2 or 3 may need less
+        bounds = ([*islice(self._placed(sizes), 4)] for sizes in smallest)
+        placed = ([candidate for bound, candidate in each if bound < math.inf] for each in bounds)
+        return chain.from_iterable(islice(filter(None, placed), 6))
+
+    def _fastest(self, *, offloads: bool) -> list[Judged]:
+        """The fastest layouts that fit, with states of optimizers on the device or, with `offloads`, on the host."""
+        if offloads and not self._offloaded:
+            return []
+        choices, numbers, most = list(self._choices()), count(), self.tried + _TRIED
+        more = _TOO_LARGE * _TRIED  # layouts to be tried, at most
+        waiting, known = list[_Waiting](), set[tuple[int, _Levels]]()
+        fits, best = defaultdict[str, list[_Levels]](list), dict[str, Judged]()
+        fastest, slowest = list[Judged](), math.inf
+
+        def wait(index: int, levels: _Levels, above: float = 0.0) -> None:
+            if (index, levels) not in known and all(map(le, levels, self._most_levels(choices[index]))):
+                known.add((index, levels))
+                candidate = self._saving(choices[index], levels, offloads=offloads)
+                bound = max(above, self._work(candidate))
+                heappush(waiting, _Waiting(bound, next(numbers), candidate, index, levels))
+
+        for index in range(len(choices)):
+            wait(index, (0, 0, 0))
+        while waiting and self.tried < most and more and waiting[0].bound < slowest:
+            bound, _, candidate, index, levels = heappop(waiting)
+            family, is_too_large = _family(candidate), False
+            if not candidate.schedule:
+                is_too_large = self._least(candidate) > self.memory
+                for above, placed in self._placed(candidate) if not is_too_large else ():
+                    if above < math.inf:
+                        heappush(waiting, _Waiting(max(above, bound), next(numbers), placed, index, levels))
+                    else:
+                        is_too_large = True
+            elif not any(all(map(le, less, levels)) for less in fits[family]):  # else it is slower than that
+                more -= 1
+                with suppress(ConfigError):  # no run would accept it
+                    planned = self._planned(candidate)
+                    memory = self._fullest(candidate, *planned)
+                    is_too_large = memory.peak > self.memory
+                    if not is_too_large and (time := self._time(candidate, *planned)).seconds < slowest:
+                        self.accepted(candidate)
+                        judged = Judged(candidate, time, memory)
+                        fits[family].append(levels)
+                        best[family] = min(best.get(family, judged), judged, key=_rank)
+                        fastest = sorted(best.values(), key=_rank)[:_SHOWN]
+                        slowest = fastest[-1].time.seconds if len(fastest) == _SHOWN else math.inf
+            for axis in range(len(levels)) if is_too_large else ():
+                wait(index, (*levels[:axis], levels[axis] + 1, *levels[axis + 1 :]), bound)
+        if waiting and waiting[0].bound < slowest:
+            self.left = min(self.left or math.inf, waiting[0].bound)
+        return fastest
+
+    def judged(self, candidate: Candidate) -> Judged:
+        """Return a layout with its step.
 
         Raises:
             ConfigError: no run would accept it.
         """
-        self.tried += 1
-        modalities, schedule, samples, count = candidate
-        plan, played = self._planned(candidate)
-        time = self.costs.step_time(plan, schedule, samples, count, played)
-        if time.seconds >= slowest:
-            return None
-        trace = self.costs.trace(modalities, samples)
-        step = replace(self.costs.step, schedule=schedule, num_microbatches=played, trace=trace)
-        memory = max(memory_of(plan, step), key=lambda estimate: estimate.peak)
-        self.least = min(self.least or (memory.peak, candidate), (memory.peak, candidate), key=lambda need: need[0])
-        if memory.peak <= self.memory:
+        planned = self._planned(candidate)
+        judged = Judged(candidate, self._time(candidate, *planned), self._fullest(candidate, *planned))
+        if judged.memory.peak <= self.memory:
             self.accepted(candidate)
-        return Judged(candidate, time, memory)
+        return judged
+
+    def _time(self, candidate: Candidate, plan: Plan, played: int) -> StepTime:
+        self.tried += 1
+        return self.costs.step_time(plan, candidate.schedule, candidate.samples, candidate.microbatches, played)
+
+    def _fullest(self, candidate: Candidate, plan: Plan, played: int) -> RankMemory:
+        """The memory of the rank that needs most."""
+        memory = max(memory_of(plan, self._step(candidate, played)), key=lambda estimate: estimate.peak)
+        self.least = min(self.least or (memory.peak, candidate), (memory.peak, candidate), key=lambda need: need[0])
+        return memory
 
     def exposed(self, judged: Judged) -> float:
         """Return the seconds of a step in which ranks wait for links: what is gained where these take no time."""
@@ -176,28 +259,40 @@ class LayoutSearch:
         pipeline = plan.layout.sizes(plan.partition.loss_modality).pp
         return plan, min(candidate.microbatches, _most(len(plan.topology.members), pipeline))
 
+    def _step(self, candidate: Candidate, played: int) -> Step:
+        """What is known of a step of a layout beside its plan."""
+        trace = self.costs.trace(candidate.modalities, candidate.samples)
+        return replace(self.costs.step, schedule=candidate.schedule, num_microbatches=played, trace=trace)
+
     def refusal(self) -> ConfigError:
         """Return the error where no layout fits, with the smallest need of the layouts that seem smallest."""
         limit, self.memory, reason = self.memory, sys.maxsize, ""
-        for choice in sorted(self._choices(), key=self._least)[:3]:
-            for _, candidate in islice(self._placed(choice), 4):
-                try:
-                    self.judged(candidate)
-                except ConfigError as error:
-                    reason = f", for instance {words(candidate)}: {error.rule}"
+        for candidate in self._smallest():
+            try:
+                self.judged(candidate)
+            except ConfigError as error:
+                reason = f", for instance {words(candidate)}: {error.rule}"
         if self.least is None:
             rule = f"No layout of these ranks can run{reason}"
             return ConfigError("--ranks", self.plan.layout.size, rule, "Take another number of ranks, or of samples")
-        size, smallest = self.least
-        rule = f"Of the layouts that were tried the smallest needs {memory_text(size)} ({words(smallest)})"
-        room = memory_text(size + size // 10)
-        fix = f"Allow {room}; more ranks, shorter samples or offload: [optimizer] bring it down"
-        return ConfigError("--memory", memory_text(limit), rule, fix)
+        size, least = self.least
+        rule = f"Of the layouts that were tried the smallest needs {memory_text(size)} ({words(least)})"
+        fix = f"Allow {memory_text(size + size // 10)}, or take more ranks or shorter samples"
+        return ConfigError("--memory", memory_text(limit), rule, f"{fix}{self._saves_most(size, least)}")
+
+    def _saves_most(self, size: int, candidate: Candidate) -> str:
+        """Which option that the search does not choose brings a layout's memory down most, and to what."""
+        plan, played = self._planned(candidate)
+        for option in sorted(options(plan, self._step(candidate, played)), key=lambda option: option.peak):
+            with suppress(ConfigError):
+                if option.peak < 0.99 * size and self.accepted(candidate._replace(modalities=option.modalities)):
+                    return f"; with {option.name} in all modalities that layout needs {memory_text(option.peak)}"
+        return ""
 
     # --- sizes ---
 
     def _choices(self) -> Iterator[Candidate]:
-        """All sizes, without pipelines."""
+        """All sizes, without pipelines and with nothing that brings memory down but what is configured."""
         world, loss = self.plan.layout.size, self.plan.partition.loss_modality
         if "sizes" not in self._known:
             self._known["sizes"] = list(product(*map(self._sizes, self.plan.modalities)))
@@ -210,10 +305,10 @@ class LayoutSearch:
                 cp, width = sizes[loss].cp_size, sizes[loss].cp_size * sizes[loss].tp_size
                 fits = replicas * width <= world <= replicas * width * _DEEPEST and not world // replicas % width
                 if fits and self.samples in (None, samples) and all(option.cp_size in (1, cp) for option in chosen):
-                    for modalities in self._with_memory(sizes, replicas):
-                        candidate = Candidate(modalities, "", samples, batch // samples)
-                        if self._least(candidate) <= self.memory:
-                            yield candidate
+                    copies = replicas * min(modality.cp_size for modality in sizes.values())
+                    for ep in divisors(math.gcd(copies, *self.experts.values())) if self.experts else [1]:
+                        shared = {name: replace(sizes[name], ep_size=ep) for name in self.experts}
+                        yield Candidate({**sizes, **shared}, "", samples, batch // samples)
 
     def _sizes(self, name: str) -> list[Modality]:
         """A modality with each `tp_size` and `cp_size` that a run accepts for it."""
@@ -233,25 +328,56 @@ class LayoutSearch:
             return False
         return not any(path.startswith(f"{plan.partition.layers[name]}.") for path in plan.division.whole)
 
-    def _with_memory(self, modalities: Mapping[str, Modality], replicas: int) -> Iterator[dict[str, Modality]]:
-        """With each way to bring memory down of which modalities say nothing."""
-        copies = replicas * min(modality.cp_size for modality in modalities.values())
-        stages = (None, 1, 3) if self.shares and copies > 1 else (None,)
-        degrees = divisors(math.gcd(copies, *self.experts.values())) if self.experts else [1]
-        for again, stage, ep in product(_RECOMPUTATION, stages, degrees):
-            variant = dict(modalities)
-            for name, modality in modalities.items():
-                changes: dict[str, Any] = {"ep_size": ep} if name in self.experts else {}
-                if modality.memory.activation_checkpointing == "none" and self.plan.partition.parts[name].paths:
-                    changes["activation_checkpointing"] = again
-                if (
-                    modality.sharding.zero_stage is None
-                    and modality.sharding.dp_shard_size is None
-                    and "parameters" not in modality.offloads
-                ):
-                    changes["zero_stage"] = stage
-                variant[name] = with_fields(modality, **changes)
-            yield variant
+    def _saving(self, sizes: Candidate, levels: _Levels, *, offloads: bool) -> Candidate:
+        """Sizes with memory brought down so far, and with states of optimizers on the host where `offloads`."""
+        variant = dict(sizes.modalities)
+        for level, names in zip(levels, self._recomputed, strict=False):
+            for name in names if level else ():
+                variant[name] = with_fields(variant[name], activation_checkpointing=_RECOMPUTATION[level])
+        for name in self._shared if levels[-1] else ():
+            variant[name] = with_fields(variant[name], zero_stage=_STAGES[levels[-1]])
+        for name in self._offloaded if offloads else ():
+            variant[name] = with_fields(variant[name], offload=[*variant[name].offloads, "optimizer"])
+        return sizes._replace(modalities=variant)
+
+    def _small(self, sizes: Candidate, less: int = 0) -> Candidate:
+        """Sizes with all that brings memory down, and with a stage of ZeRO that is `less` below the last."""
+        *again, stage = self._most_levels(sizes)
+        return self._saving(sizes, (*again, max(stage - less, 0)), offloads=True)
+
+    def _most_levels(self, sizes: Candidate) -> _Levels:
+        """The last level of each of `_saving`; 0 where there is nothing to choose."""
+        copies = self.plan.layout.size // self._ranks(sizes) * min(each.cp_size for each in sizes.modalities.values())
+        shares = self.shares and copies > 1 and bool(self._shared)
+        again = (len(_RECOMPUTATION) - 1 if names else 0 for names in self._recomputed)
+        return *again, len(_STAGES) - 1 if shares else 0
+
+    @cached_property
+    def _recomputed(self) -> tuple[list[str], list[str]]:
+        """The loss modality, and the encoders that train, where they have layers and say nothing of recomputation."""
+        names = [
+            name
+            for name, modality in self.plan.modalities.items()
+            if modality.memory.activation_checkpointing == "none" and self.plan.partition.parts[name].paths
+        ]
+        loss = self.plan.partition.loss_modality
+        return [name for name in names if name == loss], [name for name in names if name != loss and self._trains(name)]
+
+    @cached_property
+    def _shared(self) -> list[str]:
+        """Modalities that say nothing of ZeRO."""
+        sharding = {name: modality.sharding for name, modality in self.plan.modalities.items()}
+        unset = [name for name, each in sharding.items() if each.zero_stage is None and each.dp_shard_size is None]
+        return [name for name in unset if "parameters" not in self.plan.modalities[name].offloads]
+
+    @cached_property
+    def _offloaded(self) -> list[str]:
+        """Modalities that train with states of optimizers on the device."""
+        modalities = self.plan.modalities
+        return [name for name in modalities if self._trains(name) and "optimizer" not in modalities[name].offloads]
+
+    def _trains(self, name: str) -> bool:
+        return any(not self.costs.step.trained.isdisjoint(unit.costs) for unit in self.costs.rows[name])
 
     def _ranks(self, candidate: Candidate) -> int:
         """Of a replica."""
@@ -299,9 +425,10 @@ class LayoutSearch:
         total, replicas = 0.0, self.plan.layout.size // self._ranks(candidate)
         for name, modality in candidate.modalities.items():
             parameters, states, _ = self._bytes[name]
-            copies = replicas * modality.cp_size if modality.sharding.zero_stage else 1
+            copies = replicas * modality.cp_size if modality.shared_stage else 1
             ep = modality.ep_size if name in self.experts else 1
-            total += parameters / ep + states / max(copies, ep)
+            gathered = max(copies, ep) if modality.sharding.reshard_after_forward else ep
+            total += parameters / gathered + states / max(copies, ep) * ("optimizer" not in modality.offloads)
         return total / self._ranks(candidate)
 
     @cached_property
@@ -340,7 +467,7 @@ class LayoutSearch:
     # --- placements ---
 
     def _placed(self, candidate: Candidate) -> Iterator[tuple[float, Candidate]]:
-        """The placements of some sizes under each schedule, each with a bound of its step."""
+        """The placements of some sizes under each schedule, each with a bound of its step; inf where it cannot fit."""
         loss, (modalities, _, samples, count) = self.plan.partition.loss_modality, candidate
         trainable, rows, layers = self.costs.step.trainable, {}, {}
         for name, modality in modalities.items():
@@ -350,6 +477,7 @@ class LayoutSearch:
         space = Space(layers, modalities, ranks, loss_modality=loss, num_microbatches=count)
         for number, placement in enumerate(space.best(_PLACEMENTS)):
             if self._least(candidate, placement.sizes[loss]) > self.memory:
+                yield math.inf, candidate
                 continue
             stages = len(placement.sizes[loss])
             played = min(count, _most(sum(map(len, placement.sizes.values())), stages))
@@ -378,6 +506,13 @@ def _rank(judged: Judged) -> tuple[float, int]:
     return float(f"{judged.time.seconds:.4g}"), judged.candidate.microbatches
 
 
+def _family(candidate: Candidate) -> str:
+    """What layouts have in common that differ in nothing but what brings memory down."""
+    nothing: dict[str, Any] = {"activation_checkpointing": "none", "zero_stage": None, "offload": None}
+    bare = {name: with_fields(modality, **nothing) for name, modality in candidate.modalities.items()}
+    return words(candidate._replace(modalities=bare))
+
+
 def divisors(number: int) -> list[int]:
     """Return all divisors, ascending."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
@@ -391,6 +526,7 @@ def words(candidate: Candidate) -> str:
         terms = [f"{key} {size}" for key, size in (sizes | {"chunks": cfg.pipeline.pp_chunks}).items() if size > 1]
         terms += [f"zero {cfg.sharding.zero_stage}"] * bool(cfg.sharding.zero_stage)
         terms += [f"recompute {cfg.memory.activation_checkpointing}"] * (cfg.memory.activation_checkpointing != "none")
+        terms += [f"offload {' and '.join(cfg.offloads)}"] * bool(cfg.offloads)
         terms += [f"with {cfg.colocate_with}"] * (cfg.colocate_with is not None)
         parts.append(f"{name}: {' '.join(terms) or 'unsplit'}")
     return f"{', '.join(parts)}; {candidate.schedule}, {candidate.microbatches} x {candidate.samples} samples"
@@ -444,22 +580,3 @@ def plan_maker(plan: Plan, module: nn.Module) -> Callable[[Mapping[str, Modality
         return replace(changed, division=divisions[key], experts=experts)
 
     return plan_of
-
-
-def said_of(modality: Any, instead_of: Any) -> dict[str, Any]:
-    """Return the fields of a modality that are not at their defaults, or were not, as plain values, in their groups.
-
-    A LightningCLI lays one file over another field by field, so what is no longer set must be said too.
-    """
-    settings: dict[str, Any] = {}
-    for each in fields(modality):
-        value, before = getattr(modality, each.name), getattr(instead_of, each.name)
-        if each.name in OF_MODALITY:
-            if inner := said_of(value, before):
-                settings[each.name] = inner
-        elif isinstance(value, PipelineTemplate):
-            had_offsets = before is not None and before.offsets is not None
-            settings[each.name] = {"stages": value.stages, **({"offsets": None} if had_offsets else {})}
-        elif value != each.default or before != each.default:
-            settings[each.name] = value
-    return settings

@@ -18,11 +18,13 @@ from torch.utils.data import DataLoader
 
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.features.timeline.feature import about
+from lightning_mm5d.tools.cli.cluster_plan import _not_searched
 from lightning_mm5d.tools.cli.configuration import prepare
 from lightning_mm5d.tools.cli.elastic_layouts import elastic_layout, with_layout
 from lightning_mm5d.tools.cli.estimates import first_microbatch, first_samples, tracer
 from lightning_mm5d.tools.cli.job import Job, is_elastic, load, settle
 from lightning_mm5d.tools.cli.main import main
+from lightning_mm5d.tools.planner import search
 from parity.harness import strategy
 
 CONFIG = Path(__file__).parents[3] / "examples" / "digits" / "config.yaml"
@@ -54,7 +56,8 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Iterator[Plan]:
 def test_it_shows_the_best_five_and_what_keeps_the_configured_layout_from_being_first(plan: Plan) -> None:
     code, out, err = plan.run("--memory", "1GiB")
     assert (code, err) == (0, "")
-    head, table, own, block = out.rstrip().split("\n\n")
+    head, table, left, own, block = out.rstrip().split("\n\n")
+    assert left.startswith("The search ended at its limit")
     assert head.startswith("ranks: 4 on 1 nodes, memory: 1.0 GiB, samples of a step: 32")
     assert "Times are those of devices of 4e+14 flops and 2e+12 bytes a second" in head
     assert [line.split()[0] for line in table.splitlines()[1:]] == ["1", "2", "3", "4", "5"]
@@ -75,6 +78,13 @@ def test_what_it_writes_lies_over_the_configuration(plan: Plan, tmp_path: Path) 
     assert job.data.batch_size * job.strategy.layout.num_replicas == 16  # type: ignore[attr-defined]
 
 
+def test_the_configured_ranks_need_not_fit_where_others_are_named(plan: Plan) -> None:
+    assert "fill a multiple of 4 ranks" in plan.refusal("--trainer.devices=3")
+    code, out, err = plan.run("--trainer.devices=3", "--ranks", "2", "--memory", "1GiB")
+    assert (code, err) == (0, "")
+    assert "The configured layout cannot run on these ranks" in out
+
+
 def test_a_cluster_of_other_ranks_and_memory_that_nothing_fits_are_refused(plan: Plan, tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("{nodes: 1, ranks: 2, memory: 10KiB}")
@@ -83,14 +93,57 @@ def test_a_cluster_of_other_ranks_and_memory_that_nothing_fits_are_refused(plan:
     assert "nodes have 8 ranks" in plan.refusal("--ranks", "12")
     assert "There are vision, audio, language" in plan.refusal("--cost", "video=1")
     assert "Leave out --cost or --measure" in plan.refusal("--measure", "--cost", "vision=1")
+    assert plan.refusal("--memory", "-3GiB").startswith("--memory: got '-3GiB'. It is a number of bytes")
     assert plan.refusal("--write", str(tmp_path / "missing" / "file.yaml")).startswith("--write: got ")
     assert "It is a folder" in plan.refusal("--write", str(tmp_path))
 
 
 def test_the_memory_that_a_refusal_proposes_is_enough(plan: Plan) -> None:
-    proposed = re.search(r"Allow ([\d.]+ \wiB)", plan.refusal("--ranks", "2", "--memory", "1KiB"))
+    refusal = plan.refusal("--ranks", "2", "--memory", "1KiB")
+    proposed = re.search(r"Allow ([\d.]+ \wiB)", refusal)
     assert proposed is not None
-    assert plan.run("--ranks", "2", "--memory", proposed[1])[0] == 0
+    assert "offload optimizer" in refusal
+    code, out, _ = plan.run("--ranks", "2", "--memory", proposed[1])
+    assert code == 0
+    said = yaml.safe_load(out.rstrip().split("\n\n")[-1])["trainer"]["strategy"]["init_args"]["modalities"]
+    assert said["language"]["memory"]["offload"] == ["optimizer"], "nothing fits without"
+
+
+def test_a_refusal_names_the_option_that_saves_most(plan: Plan) -> None:
+    """Of those that the search does not choose, on the layout that needs least."""
+    refusal = plan.refusal("--ranks", "4", "--memory", "1KiB")
+    saves = re.search(r"needs ([\d.]+) MiB .*; with (.+) in all modalities that layout needs ([\d.]+) MiB", refusal)
+    assert saves is not None
+    assert float(saves[3]) < float(saves[1])
+
+
+def test_json_has_the_configured_layout_and_what_keeps_it_from_being_first(plan: Plan) -> None:
+    code, out, err = plan.run("--json")
+    assert (code, err) == (0, "")
+    best, *others = json.loads(out)
+    assert len(others) == 4
+    assert best["configured"]["seconds"] > best["seconds"]
+    assert "times the step of the best" in best["why_not"]
+    assert best["left"] is None or best["left"] < others[-1]["seconds"]
+    code, out, _ = plan.run("--json", "--ranks", "2")
+    assert code == 0
+    assert json.loads(out)[0]["configured"] is None
+    assert "cannot run on these ranks" in json.loads(out)[0]["why_not"]
+
+
+def test_a_search_that_left_layouts_says_so(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_TRIED", 5)
+    code, out, err = plan.run()
+    assert (code, err) == (0, "")
+    assert re.search(r"steps of layouts that it left take at least [\d.]+ ms, [\d.]+ times the step of the best", out)
+
+
+def test_settings_that_the_search_leaves_out_are_named() -> None:
+    contexts = {"cp_mode": "hybrid", "ulysses_size": 2}
+    modalities = {"vision": Modality(), "language": Modality(cp_size=4, context=contexts)}
+    (line,) = _not_searched(modalities)
+    assert line.endswith("left out of the layouts above: modalities.language.context.cp_mode: hybrid")
+    assert _not_searched({"language": Modality(tp_size=2)}) == []
 
 
 def timeline(path: Path, stages: dict[str, float], microbatches: int, *, simulated: bool = True, **told: Any) -> str:

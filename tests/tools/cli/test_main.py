@@ -443,3 +443,13 @@ def test_training_finds_classes_beside_the_configuration(
     finally:
         sys.modules.pop("lies_beside", None)
     assert sys.path == before
+
+
+def test_what_the_parser_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["plan", "--ranks", "many"], ["plan", "--memory"], ["export"], ["planning"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        text = capsys.readouterr().err
+        assert stopped.value.code == 2
+        assert text.startswith("mm5d: error: ")
+        assert text.count("\n") == 1

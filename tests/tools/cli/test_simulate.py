@@ -388,3 +388,26 @@ def test_refuses_to_freeze_or_to_cost_a_part_of_a_model(simulate: Simulate) -> N
     assert "says by requires_grad what is frozen" in simulate.refusal(flat(), "--frozen=vision")
     message = simulate.refusal(flat(), "--cost=language=2")
     assert "cost: got {'language': 2.0}. Those of vision would be estimated in another unit" in message
+
+
+def test_on_a_cluster_times_are_seconds_of_layers_and_messages(simulate: Simulate) -> None:
+    """vision: rank 0; audio: rank 1; language: ranks 2-3"""
+    spans = {}
+    for name, latency in (("near", 1e-6), ("far", 1.0)):
+        file = simulate.folder / f"{name}.yaml"
+        link = {"latency": latency, "bandwidth": 1e11}
+        file.write_text(yaml.safe_dump({"nodes": 1, "ranks": 4, "memory": "8GiB", "links": {"inside": link}}))
+        spans[name] = simulate.json(DIGITS / "config.yaml", SCRIPTED, "--cluster", str(file))["gpipe"]["makespan"]
+    assert spans["far"] - spans["near"] == pytest.approx(4.0, abs=1e-3), "there and back between three stages"
+    text = simulate.text(DIGITS / "config.yaml", SCRIPTED, "--cluster", str(file))
+    assert "times in milliseconds" in text
+
+
+def test_a_cluster_is_refused_without_a_model_beside_costs_and_with_other_ranks(simulate: Simulate) -> None:
+    file = simulate.folder / "cluster.yaml"
+    file.write_text("{nodes: 1, ranks: 4, memory: 8GiB}")
+    assert "Seconds are those of a model's layers" in simulate.refusal(case(), "--cluster", str(file))
+    given = ("--cost", "vision=1,audio=1,language=1")
+    assert "Leave out --cost" in simulate.refusal(DIGITS / "config.yaml", SCRIPTED, "--cluster", str(file), *given)
+    file.write_text("{nodes: 1, ranks: 1, memory: 8GiB}")
+    assert "1" in simulate.refusal(DIGITS / "config.yaml", SCRIPTED, "--cluster", str(file))

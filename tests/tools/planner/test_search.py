@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.groups import with_fields
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.tools.planner import search
 from lightning_mm5d.tools.planner.layout_costs import Link
-from lightning_mm5d.tools.planner.search import LayoutSearch
+from lightning_mm5d.tools.planner.search import Judged, LayoutSearch, words
 from tools.planner.searches import searching
 
 
@@ -26,13 +29,17 @@ SLOW: dict[str, Any] = {"inside": Link(1e-6, 1e9), "flops": 1e9, "memory_bandwid
 def brute_force(one: LayoutSearch) -> float:
     """The shortest step of all candidates, each simulated, without bounds."""
     best = math.inf
-    for choice in one._choices():
+    ways = [
+        one._saving(sizes, levels, offloads=False)
+        for sizes in one._choices()
+        for levels in product(*(range(most + 1) for most in one._most_levels(sizes)))
+    ]
+    for choice in ways:
         for _, candidate in one._placed(choice):
             try:
                 judged = one.judged(candidate)
             except ConfigError:
                 continue
-            assert judged is not None
             if judged.memory.peak <= one.memory:
                 best = min(best, judged.time.seconds)
     return best
@@ -108,3 +115,52 @@ def test_refuses_what_lists_stages(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as raised:
         searching("handwritten", 2, fields=fields)
     assert words in str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_search_that_ends_early_says_what_the_layouts_that_it_left_take_at_least(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(search, "_TRIED", 1)
+    ended = searching("handwritten", 2, **SLOW)
+    assert len(ended.best()) == 1
+    monkeypatch.setattr(search, "_TRIED", 10**6)
+    whole = searching("handwritten", 2, **SLOW)
+    shortest = whole.best()[-1].time.seconds
+    assert whole.left is None
+    assert ended.left is not None
+    assert 0 < ended.left < shortest
+
+
+def bare(one: Judged) -> str:
+    """A layout without what brings memory down."""
+    nothing: dict[str, Any] = {"activation_checkpointing": "none", "zero_stage": None, "offload": None}
+    modalities = {name: with_fields(each, **nothing) for name, each in one.candidate.modalities.items()}
+    return words(one.candidate._replace(modalities=modalities))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_best_five_differ_in_more_than_what_brings_memory_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_TRIED", 200)
+    free = searching("handwritten", 2, **SLOW).best()
+    tight = searching("handwritten", 2, memory=free[0].memory.peak - 1, **SLOW).best()
+    for rows in (free, tight):
+        assert len({bare(each) for each in rows}) == len(rows) > 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_encoders_have_a_recomputation_of_their_own_and_none_where_they_are_frozen() -> None:
+    one = searching("handwritten", 2, **SLOW)
+    assert one._recomputed == (["language"], ["vision"])
+    sizes = next(one._choices())
+    chosen = one._saving(sizes, (2, 1, 0), offloads=False).modalities
+    assert {name: each.memory.activation_checkpointing for name, each in chosen.items()} == {
+        "vision": "selective",
+        "language": "full",
+    }
+    parameters = one.costs.step.parameters
+    for path in {path for unit in one.costs.rows["vision"] for path in unit.costs} & parameters.keys():
+        parameters[path].requires_grad = False
+    frozen = replace(one, costs=replace(one.costs, step=replace(one.costs.step)))
+    assert frozen._recomputed == (["language"], [])
+    assert frozen._most_levels(sizes)[1] == 0
