@@ -114,7 +114,9 @@ class Entrance:
             weights = _Weights.apply(weight, bias, saved_input, shape, self._traffic, is_conv, due)
             if self._number is not None:
                 renumber_in_backward(weights, self._number)
-        shard = None if self._shard is None or weights is None else self._shard.to(plain.dtype)
+        if self._shard is not None:
+            self._shard = self._shard.to(plain.dtype)  # cast once for all layers, as the input in full
+        shard = None if weights is None else self._shard
         layer = weight, bias, is_conv, due, multiple
         product = _Product.apply(self.entered, weights, plain, shard, layer, self._traffic)
         return without_padding(same_origin(product, self.entered), -1, out)

@@ -3,10 +3,12 @@
 The user's own step runs once, whole, on tensors without memory. Each layer's saved tensors are noted as storages, so
 that one which several layers save counts once in each stage that has any of them. Stages of any layout are then sums.
 
-Tensors that tensor, context or sequence parallel ranks share count with one rank's part. Where a feature shares layers
-out in another way, these are all that the layers make; what reads a hidden state between layers of different stages, or
-after the last, gathers it. A rank's own experts get as many rows as it sends to all experts, on average; the rows that
-came and their results are kept besides.
+Tensors that tensor, context or sequence parallel ranks share count with one rank's part. Shards of a sequence are
+gathered for a moment in front of sharded weights, and again in the backward; layers that take the same input cast it
+once. After the last layer hidden states stay shards up to a sharded head. Where a feature shares layers out in another
+way, what its ranks share are all tensors that the layers make; what reads a hidden state between layers of different
+stages, or after the last, gathers it. A rank's own experts get as many rows as it sends to all experts, on average; the
+rows that came and their results are kept besides.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from lightning_mm5d.data.random_state import kept_random_state
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.partition.parts import at, hidden_place
 from lightning_mm5d.sharded.shards import Shard
+from lightning_mm5d.tensor_parallel.entrance import fits
 from lightning_mm5d.tensor_parallel.resolve import Division
 from lightning_mm5d.tools.planner.hollow_tensors import GROUPED, HollowTensors
 from lightning_mm5d.tools.planner.profile import step_arguments, watched
@@ -102,6 +105,7 @@ class UnitUse:
         products: its linear layers that tensor parallel ranks share, as they ran.
         work: what its forward computes.
         put_off: what its weight gradients are made of, where they are put off: inputs of products, and gradients.
+        casts: copies of trained weights that autocast makes, of which all microbatches of a step use the same.
     """
 
     saved: Storages = field(default_factory=dict)
@@ -112,6 +116,7 @@ class UnitUse:
     products: list[Product] = field(default_factory=list)
     work: Work = field(default_factory=Work)
     put_off: Storages = field(default_factory=dict)
+    casts: Storages = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -190,8 +195,14 @@ class _Tracer:
         self._locals: dict[int, float] = {}  # how much of a sharded parameter a rank holds
         self._weights: dict[int, tuple[float, bool]] = {}  # of parameters and their casts, and whether they are trained
         self.reached: set[int] = set()
+        self._tokens: dict[int, int] = {}  # length of the sequence of storages outside of layers that are shards of it
+        self._entered: dict[int, int] = {}  # bytes of the full inputs of column layers that are kept as shards
+        self._gathered: dict[int, int] = {}  # of these, the ones that are there now
+        self._casts: dict[int, Any] = {}  # what was cast for a column layer, by the numbers of the copies
+        self._shared: dict[Any, int] = {}  # the copy that all column layers keep
+        self._casting = False
         self._passing: set[int] = set()  # alive, and not kept
-        self._beside = 0  # bytes of these
+        self._beside = 0  # bytes of these, and of what is gathered now
 
     # --- the step ---
 
@@ -242,7 +253,7 @@ class _Tracer:
             block, layer = self.blocks.get(group := self._division.groups[path]), copy.get_submodule(path)
             if role in _SHARDED and not (block is not None and block.is_adapter(path)):
                 degree = self._division.degrees[group]
-                undo.append(layer.register_forward_pre_hook(self._enters_shards).remove)
+                undo.append(layer.register_forward_pre_hook(partial(self._enters_shards, role)).remove)
                 undo.append(layer.register_forward_hook(partial(self._leaves_shards, role, degree)).remove)
         undo += [copy.get_submodule(path).register_forward_pre_hook(self._exchanges).remove for path in self._experts]
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -290,18 +301,27 @@ class _Tracer:
         use, block = self.units[name][index + 1], self.blocks.get(name)
         is_last = index + 3 == len(self.units[name])
         layer: Any = getattr(function, "__self__", None)
-        use.inputs |= self._noted((args, kwargs))
+        place = hidden_place(args, kwargs) if block is None else None
+        state = None if place is None else at(place, args, kwargs)
+        inputs = self._noted((args, kwargs))
+        if isinstance(state, Tensor) and self._token_ranks(name) > 1:  # it is sharded where it enters a layer
+            number, shard = self._number(state), state.untyped_storage().nbytes() // self._token_ranks(name)
+            self._resize(number, min(self._bytes[number], shard))
+        use.inputs |= {number: self._bytes[number] for number in inputs}
         self._inside = name, index + 1
         try:
             if block is not None:
                 args, kwargs, size = block.entered(layer, args, kwargs)
                 use.hidden[self._beyond(size)] = size
-            elif (place := hidden_place(args, kwargs)) is not None:
-                use.hidden |= self._noted(at(place, args, kwargs))
+            use.hidden |= self._noted(state)
             result = function(*args, **kwargs)
             if block is not None:
                 block.left(layer, result)
+            elif self._token_ranks(name) > 1:
+                states = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+                self._tokens |= {self._number(leaf): leaf.shape[-2] for leaf in states}
         finally:
+            self._let_go()
             self._inside = None
             self._done[name] = index + 1 + is_last
         return block.full(result) if block is not None and is_last else result
@@ -346,7 +366,13 @@ class _Tracer:
         number = self._number(tensor)
         if number not in self._parameters:
             self._passes(number, False)
-            self._use.saved[number] = self._bytes[number]
+            _, is_trained = self._weights.get(number, (1.0, False))
+            if is_trained:
+                self._use.casts[number] = self._bytes[number]
+            elif not (self._casting and number in self._weights):  # a column layer casts a frozen weight again
+                if (key := self._casts.get(number)) is not None and self._shared.setdefault(key, number) != number:
+                    self._resize(number, 0)
+                self._use.saved[number] = self._bytes[number]
         return tensor, self._unit
 
     def _unpack(self, packed: tuple[Tensor, tuple[str, int]]) -> Tensor:
@@ -356,7 +382,9 @@ class _Tracer:
     def _watch(self, func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], args: Sequence[Any]) -> None:
         input_numbers = {self._number(tensor) for tensor in inputs}
         degree = max((self._degrees.get(number, 1) for number in input_numbers), default=1)
+        length = next((self._tokens[number] for number in input_numbers if number in self._tokens), None)
         use, results = self._use, {}
+        is_cast = self._casting and func is torch.ops.aten._to_copy.default
         fresh = any(output.untyped_storage()._cdata not in self._numbers for output in outputs)
         for output in outputs:
             is_new = output.untyped_storage()._cdata not in self._numbers
@@ -372,8 +400,15 @@ class _Tracer:
                     size = block.part(number, output, input_numbers)
                 else:
                     size = self._on_one_rank(size, degree)
+                    if self._inside is None and degree == 1 and output.shape[-2:-1] == (length,):
+                        self._tokens[number] = output.shape[-2]
+                        size //= self._token_ranks(self._unit[0])
                 self._resize(number, size)
                 self._passes(number, True)
+            if is_cast:
+                (source,), taken = inputs, self._number(inputs[0])
+                self._casts[number] = taken, source.storage_offset(), source.shape, source._version, output.dtype
+                self._entered[number] = self._entered.get(taken, 0) * output.itemsize // source.itemsize
             if number not in self._parameters:
                 results[number] = self._bytes[number]
         if self._backward_of is None and outputs:
@@ -382,7 +417,10 @@ class _Tracer:
             use.results.setdefault(func._schema.name.replace("::", "."), {}).update(results)
         # autograd adds up two gradients in the memory of the first one, which it does not do for tensors of a subclass
         in_place = self._backward_of is not None and func is torch.ops.aten.add.Tensor and len(inputs) == 2
-        use.working = max(use.working, self._beside - (outputs[0].untyped_storage().nbytes() if in_place else 0))
+        # a weight gradient gathers its operand again
+        again = self._backward_of and max((self._entered.get(number, 0) for number in input_numbers), default=0)
+        less = outputs[0].untyped_storage().nbytes() if in_place else 0
+        use.working = max(use.working, self._beside + (again or 0) - less)
 
     def _count(
         self,
@@ -403,8 +441,7 @@ class _Tracer:
         if packet._qualified_op_name.startswith("aten::_scaled_dot_product"):
             query, key, value = inputs[:3]
             pairs = query.numel() // query.shape[-1] * key.shape[-2]
-            is_causal = len(args) > 4 and args[4] is True
-            work.attention += 2 * pairs * (query.shape[-1] + value.shape[-1]) * share * (0.5 if is_causal else 1.0)
+            work.attention += 2 * pairs * (query.shape[-1] + value.shape[-1]) * share
             work.keys += (key.numel() + value.numel()) * key.element_size() * share
         elif packet in flop_registry or func is GROUPED:
             if func is GROUPED:
@@ -425,6 +462,11 @@ class _Tracer:
         size = self._bytes[self._number(output)]
         self._use.put_off |= {number: self._bytes[number] for number in numbers} | {self._beyond(size): size}
 
+    def _token_ranks(self, name: str) -> int:
+        """How many tensor parallel ranks share each hidden state of a modality between its layers."""
+        modality = self._modalities[name]
+        return modality.tp_size if modality.tensor.sequence_parallel else 1
+
     def _on_one_rank(self, size: int, degree: int) -> int:
         """Bytes on one rank of a storage that the unit makes which runs now."""
         name, index = self._unit
@@ -435,8 +477,7 @@ class _Tracer:
             return size // degree
         if not is_layer:
             return size
-        modality = self._modalities[name]
-        return size // modality.cp_size // (modality.tp_size if modality.tensor.sequence_parallel else 1)
+        return size // self._modalities[name].cp_size // self._token_ranks(name)
 
     @property
     def _block(self) -> Any:
@@ -444,18 +485,31 @@ class _Tracer:
         is_inside = self._inside is not None or self._backward_of is not None
         return self.blocks.get(self._unit[0]) if is_inside else None
 
-    def _enters_shards(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        """What a sharded layer takes is gathered in front of it, where it was a shard of the sequence."""
+    def _enters_shards(self, role: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """What a sharded layer takes is gathered in front of it, where it is a shard of the sequence."""
+        self._casting = role in ("column", "head") and self._block is None and fits(module)
         for argument in args if self._block is None else ():
             if isinstance(argument, Tensor) and (number := self._number(argument)) not in self._degrees:
-                modality = self._modalities[self._unit[0]]
-                self._resize(number, argument.untyped_storage().nbytes() // modality.cp_size)
+                full = argument.untyped_storage().nbytes() // self._modalities[self._unit[0]].cp_size
+                if self._bytes[number] >= full or not self._casting:
+                    self._resize(number, full)  # the module keeps all of it
+                elif number not in self._gathered:
+                    self._gathered[number] = self._entered[number] = full
+                    self._beside += full
+
+    def _let_go(self) -> None:
+        """Gathered inputs are there up to the row layer that ends their stretch."""
+        while self._gathered:
+            self._beside -= self._gathered.popitem()[1]
 
     def _leaves_shards(self, role: str, degree: int, module: nn.Module, args: Any, result: Any) -> None:
+        self._casting = False
         if role in ("column", "row") and self._inside is not None and args:
             self._note_product(role, module, args[0], result)
         if self._block is not None:
             return
+        if role != "column":
+            self._let_go()
         out_is_sharded = _SHARDED[role]
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):

@@ -17,6 +17,7 @@ from lightning_mm5d.schedule import Action, Kind
 from lightning_mm5d.schedule.graph import StageKey
 from lightning_mm5d.tools.planner.activation_trace import Storages
 
+_CASTS = -1  # in place of a microbatch
 FAR = 3
 """actions from a forward to its backward from which on offloaded activations leave"""
 
@@ -99,12 +100,14 @@ class StageFlight:
         has_backward: whether anything is kept at all.
         per_call: microbatches that units of joined calls compute in one call, in the first forward and the last
             backward.
+        casts: bytes of autocast's copies of weights, which the first forward makes and the end of a step frees.
     """
 
     units: Sequence[UnitFlight]
     passed: Storages
     has_backward: bool
     per_call: int = 1
+    casts: int = 0
 
     @cached_property
     def remaining(self) -> list[int]:
@@ -182,6 +185,7 @@ def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> 
                 held[other] = stages[other[0]].remaining[-1]
         if action.kind is Kind.F:
             size, (group, called) = stage.remaining[-1], calls[number]
+            held[action.stage, _CASTS] = stage.casts
             groups[group] = groups.get(group, called * stage.joint[-1]) - stage.joint[-1]
             working = max(stage.working(called), default=0)
             now = sum(held.values()) + sum(groups.values()) + gradients + size + working
@@ -218,7 +222,9 @@ def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> 
             del held[key]
             host.pop(key, None)
     last = next((stages[action.stage] for action in reversed(actions) if action.passes_gradients), None)
-    return Flight(most, peak, most_host, together, _ending(last) if last else ())
+    return Flight(
+        most, peak, most_host, together, _ending(last, sum(stage.casts for stage in stages.values())) if last else ()
+    )
 
 
 def _calls(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> list[tuple[tuple[StageKey, int], int]]:
@@ -249,11 +255,12 @@ def _back(
     return peak, gradients
 
 
-def _ending(stage: StageFlight) -> list[Ending]:
+def _ending(stage: StageFlight, casts: int) -> list[Ending]:
     ending, came, remaining = list[Ending](), 0, stage.remaining
     for number, unit in reversed([*enumerate(stage.units)]):
         before, came = came, came + unit.gradients
-        ending.append(Ending(before, came, remaining[number + 1] + unit.working, remaining[number]))
+        moment, left = remaining[number + 1] + unit.working, remaining[number]
+        ending.append(Ending(before, came, moment + casts, left + casts))
     return ending
 
 

@@ -180,7 +180,10 @@ class LayoutCosts:
             def size(single: float, of_two: float, tp: int = modality.tp_size, factor: float = factor) -> int:
                 return round(_on_ranks(single, of_two, tp) * factor)
 
-            units[name] = [_use(*pair, size) for pair in self._pairs(name)]
+            def of_weight(single: float, of_two: float, tp: int = modality.tp_size) -> int:
+                return round(_on_ranks(single, of_two, tp))
+
+            units[name] = [_use(*pair, size, of_weight) for pair in self._pairs(name)]
             if name in self.of_one.exits:
                 exits[name] = _storages(self.of_one.exits[name], self.of_two.exits[name], size)
         return replace(self.of_one, units=units, exits=exits)
@@ -374,7 +377,7 @@ def _with_more(unit: Unit, taken: float, repeated: float) -> Unit:
 
 def _on_ranks(single: float, of_two: float, ranks: int) -> float:
     """What one of `ranks` tensor parallel ranks has, given what one rank and one of two have."""
-    return single - 2 * (single - of_two) * (1 - 1 / ranks)
+    return max(single - 2 * (single - of_two) * (1 - 1 / ranks), 0)  # below 0 of what shared layers do not have
 
 
 def _scale(seconds: Measured, guessed: Measured, is_known: bool = False) -> Measured:
@@ -388,7 +391,9 @@ def _storages(storages: Storages, of_two: Storages, size: Callable[[float, float
     return {number: size(nbytes, of_two.get(number, nbytes)) for number, nbytes in storages.items()}
 
 
-def _use(use: UnitUse, of_two: UnitUse, size: Callable[[float, float], int]) -> UnitUse:
+def _use(
+    use: UnitUse, of_two: UnitUse, size: Callable[[float, float], int], of_weight: Callable[[float, float], int]
+) -> UnitUse:
     results = {name: _storages(each, of_two.results.get(name, {}), size) for name, each in use.results.items()}
     return UnitUse(
         _storages(use.saved, of_two.saved, size),
@@ -399,4 +404,5 @@ def _use(use: UnitUse, of_two: UnitUse, size: Callable[[float, float], int]) -> 
         of_two.products,
         use.work,
         _storages(use.put_off, of_two.put_off, size),
+        _storages(use.casts, of_two.casts, of_weight),
     )

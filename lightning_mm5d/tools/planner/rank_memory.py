@@ -368,6 +368,7 @@ class _Estimate:
         members = plan.topology.members[key]
         order = sorted(members, key=lambda member: plan.topology.order.index(member.modality))
         flights: list[UnitFlight] = []
+        casts: Storages = {}
         calls = {member: plan.modalities[member.modality].pipeline.microbatches_per_call for member in order}
         counted: set[int] = set()  # one that several units use gets its gradient in the backward of the first of them
         for member in order:
@@ -388,7 +389,9 @@ class _Estimate:
                     joins=calls[member] > 1,
                 )
                 flights.append(flight)
-        return StageFlight(flights, self._passed(key, members, cuts), has_backward, max(calls.values()))
+                casts |= use.casts
+        passed = self._passed(key, members, cuts)
+        return StageFlight(flights, passed, has_backward, max(calls.values()), sum(casts.values()))
 
     def _is_laid(self, name: str, rank: int) -> bool:
         """Whether a gradient has memory from the start of a step: ranks sum all of it."""

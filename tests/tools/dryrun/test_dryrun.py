@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from features.toys import LANGUAGE, VISION, WIDTH, Layout, Samples, Toy
 from lightning_mm5d import Modality
@@ -186,6 +187,49 @@ def test_memory_is_that_of_the_estimate() -> None:
         kept = ("parameters", "gradients", "optimizer")
         assert [found[kind] for kind in kept] == [getattr(estimate, kind) for kind in kept]
         assert found["activations"] == pytest.approx(estimate.activations, rel=0.25)
+
+
+class Texting(L.LightningModule):
+    """A Llama of eight layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+        self.model = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_hidden_layers=8, use_cache=False, **sizes))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Texts(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        tokens = torch.randint(512, (M, 512))
+        return DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=M)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("sequence_parallel", "precision"), [(True, "bf16-true"), (True, "bf16-mixed"), (False, "bf16-mixed")]
+)
+def test_activations_of_tensor_parallel_stages_are_those_of_the_estimate(
+    sequence_parallel: bool, precision: str
+) -> None:
+    """language: ranks 0 and 1 share four layers, ranks 2 and 3 four others."""
+    module = Texting().to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
+    made = strategy(
+        {"language": Modality(tp_size=2, pp_size=2, tensor={"sequence_parallel": sequence_parallel})},
+        num_microbatches=M,
+    )
+    settle(made, 4, 1)
+    job = Job(made, module, made.modalities, Texts(), precision, plan=made.validate(module, Texts()))
+    runs, estimates = DryRuns(job), memory_of(job.plan, step_of(job, job.plan)[0])
+    for rank in (0, 2):
+        found = runs.of(rank).memory
+        assert found["activations"] == pytest.approx(estimates[rank].activations, rel=0.08), rank
+        assert found["peak"] == pytest.approx(estimates[rank].peak, rel=0.08), rank
 
 
 class Wide(Adam):
