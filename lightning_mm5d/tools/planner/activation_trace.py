@@ -34,15 +34,13 @@ from lightning_mm5d.partition.parts import at, hidden_place
 from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.tensor_parallel.entrance import fits
 from lightning_mm5d.tensor_parallel.resolve import Division
-from lightning_mm5d.tools.planner.hollow_tensors import GROUPED, HollowTensors
+from lightning_mm5d.tools.planner.hollow_tensors import GROUPED, LARGE, HollowTensors
 from lightning_mm5d.tools.planner.profile import step_arguments, watched
 from lightning_mm5d.trainer.construction import copy_without_memory
 
 Storages = dict[int, int]
 """bytes of storages by their numbers"""
 
-_LARGE = 2**16
-"""elements of a floating-point buffer above which its values are left out"""
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _SHARDED = {"column": True, "head": True, "row": False, "experts": False}
 """roles of layers with sharded weights, and whether their results are sharded"""
@@ -218,22 +216,11 @@ class _Tracer:
                     copied._parameters[name] = known[id(parameter)]
             for name, buffer in original._buffers.items():
                 if buffer is not None:
-                    large = buffer.is_meta or (buffer.is_floating_point() and buffer.numel() > _LARGE)
+                    large = buffer.is_meta or (buffer.is_floating_point() and buffer.numel() > LARGE)
                     copied._buffers[name] = self._fake.of(buffer) if large else buffer.detach().cpu().clone()
             for name, value in vars(copied).items():
                 if name not in _REGISTERED:
-                    vars(copied)[name] = self._on_cpu(value)
-
-    def _on_cpu(self, value: Any) -> Any:
-        """An attribute without the meta device, where constructors leave it: states of metrics, tables, masks."""
-        if isinstance(value, torch.device) and value.type == "meta":
-            return torch.device("cpu")
-        if isinstance(value, Tensor) and value.is_meta:
-            is_table = not value.is_floating_point() and value.numel() <= _LARGE  # in which a step may look up places
-            return torch.zeros(value.shape, dtype=value.dtype) if is_table else self._fake.of(value)
-        if type(value) in (list, tuple):
-            return type(value)(map(self._on_cpu, value))
-        return {key: self._on_cpu(part) for key, part in value.items()} if type(value) is dict else value
+                    vars(copied)[name] = self._fake.on_cpu(value)
 
     def _parameter(self, parameter: nn.Parameter, shard: Shard | None) -> nn.Parameter:
         hollow = nn.Parameter(self._fake.of(parameter.detach()), parameter.requires_grad)

@@ -58,6 +58,10 @@ def _counted(_: Tensor, weights: Tensor | None = None, minlength: int = 0) -> in
 Watch = Callable[[Any, Sequence[Tensor], Sequence[Tensor], Sequence[Any]], None]
 
 
+LARGE = 2**16
+"""elements of a floating-point buffer above which its values are left out"""
+
+
 class HollowTensors(TorchDispatchMode):
     """A context in which whatever is computed from hollow tensors is hollow.
 
@@ -83,6 +87,17 @@ class HollowTensors(TorchDispatchMode):
     def of(self, tensor: Tensor) -> Tensor:
         """Return a hollow tensor on the CPU in place of `tensor`, which may be on the meta device."""
         return self._new_like(tensor).requires_grad_(tensor.requires_grad)
+
+    def on_cpu(self, value: Any) -> Any:
+        """An attribute without the meta device, where constructors leave it: states of metrics, tables, masks."""
+        if isinstance(value, torch.device) and value.type == "meta":
+            return torch.device("cpu")
+        if isinstance(value, Tensor) and value.is_meta:
+            is_table = not value.is_floating_point() and value.numel() <= LARGE  # in which a step may look up places
+            return torch.zeros(value.shape, dtype=value.dtype) if is_table else self.of(value)
+        if type(value) in (list, tuple):
+            return type(value)(map(self.on_cpu, value))
+        return {key: self.on_cpu(part) for key, part in value.items()} if type(value) is dict else value
 
     def is_hollow(self, tensor: Tensor) -> bool:
         """Whether a tensor has no values."""
