@@ -175,6 +175,11 @@ def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
+def allowed(mask: torch.Tensor) -> float:
+    """Return the share of pairs that a mask of an attention allows, of booleans or of numbers added to scores."""
+    return float((mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2).double().mean())
+
+
 def _attention(func: Any, packet: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
     """Flops of a fused attention by the pairs that its mask allows, and those of scores that it computes again."""
     full = _FORMULAS.get(packet, flop_registry.get(packet))
@@ -187,7 +192,7 @@ def _attention(func: Any, packet: Any, args: Any, kwargs: Any, out: Any) -> tupl
     mask = given.get("attn_mask", given.get("attn_bias"))
     share = 1.0
     if mask is not None and mask.numel():
-        share = float((mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2).double().mean())
+        share = allowed(mask)
     elif given.get("is_causal"):
         seen = min(queries, keys)  # query i sees keys 0 to i
         share = (seen * (seen + 1) / 2 + (queries - seen) * keys) / (queries * keys)

@@ -29,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.data.random_state import kept_random_state
+from lightning_mm5d.features.throughput.flop_count import allowed
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.partition.parts import at, hidden_place
 from lightning_mm5d.sharded.shards import Shard
@@ -76,7 +77,7 @@ class Work:
     Attributes:
         flops: of matrix products and convolutions, without attention.
         trained: of these, the ones with a trained weight.
-        attention: flops of fused attentions; half of all pairs where they are told to be causal.
+        attention: flops of fused attentions; half of all pairs where they are told to be causal, else what masks allow.
         moved: bytes that all other operations read and write.
         keys: bytes of the keys and values that attentions take.
         routed: bytes of the rows that travel to experts.
@@ -290,11 +291,10 @@ class _Tracer:
         layer: Any = getattr(function, "__self__", None)
         place = hidden_place(args, kwargs) if block is None else None
         state = None if place is None else at(place, args, kwargs)
-        inputs = self._noted((args, kwargs))
         if isinstance(state, Tensor) and self._token_ranks(name) > 1:  # it is sharded where it enters a layer
             number, shard = self._number(state), state.untyped_storage().nbytes() // self._token_ranks(name)
             self._resize(number, min(self._bytes[number], shard))
-        use.inputs |= {number: self._bytes[number] for number in inputs}
+        use.inputs |= self._noted((args, kwargs))
         self._inside = name, index + 1
         try:
             if block is not None:
@@ -353,8 +353,7 @@ class _Tracer:
         number = self._number(tensor)
         if number not in self._parameters:
             self._passes(number, False)
-            _, is_trained = self._weights.get(number, (1.0, False))
-            if is_trained:
+            if self._weights.get(number, (1.0, False))[1]:
                 self._use.casts[number] = self._bytes[number]
             elif not (self._casting and number in self._weights):  # a column layer casts a frozen weight again
                 if (key := self._casts.get(number)) is not None and self._shared.setdefault(key, number) != number:
@@ -371,7 +370,6 @@ class _Tracer:
         degree = max((self._degrees.get(number, 1) for number in input_numbers), default=1)
         length = next((self._tokens[number] for number in input_numbers if number in self._tokens), None)
         use, results = self._use, {}
-        is_cast = self._casting and func is torch.ops.aten._to_copy.default
         fresh = any(output.untyped_storage()._cdata not in self._numbers for output in outputs)
         for output in outputs:
             is_new = output.untyped_storage()._cdata not in self._numbers
@@ -392,7 +390,7 @@ class _Tracer:
                         size //= self._token_ranks(self._unit[0])
                 self._resize(number, size)
                 self._passes(number, True)
-            if is_cast:
+            if self._casting and func is torch.ops.aten._to_copy.default:
                 (source,), taken = inputs, self._number(inputs[0])
                 self._casts[number] = taken, source.storage_offset(), source.shape, source._version, output.dtype
                 self._entered[number] = self._entered.get(taken, 0) * output.itemsize // source.itemsize
@@ -406,8 +404,8 @@ class _Tracer:
         in_place = self._backward_of is not None and func is torch.ops.aten.add.Tensor and len(inputs) == 2
         # a weight gradient gathers its operand again
         again = self._backward_of and max((self._entered.get(number, 0) for number in input_numbers), default=0)
-        less = outputs[0].untyped_storage().nbytes() if in_place else 0
-        use.working = max(use.working, self._beside + (again or 0) - less)
+        beside = self._beside - (outputs[0].untyped_storage().nbytes() if in_place else 0)
+        use.working = max(use.working, beside + (again or 0))
 
     def _count(
         self,
@@ -428,7 +426,11 @@ class _Tracer:
         if packet._qualified_op_name.startswith("aten::_scaled_dot_product"):
             query, key, value = inputs[:3]
             pairs = query.numel() // query.shape[-1] * key.shape[-2]
-            work.attention += 2 * pairs * (query.shape[-1] + value.shape[-1]) * share
+            named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+            seen = 0.5 if named.get("is_causal") else 1.0
+            if len(inputs) > 3 and not self._fake.is_hollow(inputs[3]):  # a large mask of numbers has no values
+                seen = allowed(inputs[3])
+            work.attention += 2 * pairs * (query.shape[-1] + value.shape[-1]) * share * seen
             work.keys += (key.numel() + value.numel()) * key.element_size() * share
         elif packet in flop_registry or func is GROUPED:
             if func is GROUPED:

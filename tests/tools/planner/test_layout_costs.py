@@ -57,7 +57,7 @@ def kept(trace: Trace) -> int:
     return sum(sum(unit.saved.values()) for unit in trace.units["language"])
 
 
-def test_a_layer_takes_two_flops_for_each_weight_and_token_and_half_of_all_pairs(one: LayoutSearch) -> None:
+def test_a_layer_takes_two_flops_for_each_weight_and_token_and_the_pairs_of_its_mask(one: LayoutSearch) -> None:
     batch = CASES["llama"].make_batch([1] * 2)
     samples, length = batch["input_ids"].shape
     layer = CASES["llama"].build().get_submodule("model.model.layers.0")
@@ -65,8 +65,8 @@ def test_a_layer_takes_two_flops_for_each_weight_and_token_and_half_of_all_pairs
     work = one.costs.of_one.units["language"][1].work
     assert work.flops == work.trained == 2 * weights * samples * length
     heads_width = layer.self_attn.q_proj.out_features
-    full = 4 * samples * length**2 * heads_width
-    assert work.attention in (full, full / 2)
+    pairs = batch["attention_mask"].bool()[:, None].expand(-1, length, -1).tril()
+    assert work.attention == 4 * int(pairs.sum()) * heads_width
     assert work.moved > 0
 
 
