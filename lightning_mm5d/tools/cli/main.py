@@ -143,7 +143,8 @@ def _convert(file: Path, out: Path | None) -> None:
 
 
 def _run_configured(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from lightning_mm5d.tools.cli.configuration import configuration_file, prepare, read_fields
+    from lightning_mm5d.tools.cli.configuration import prepare
+    from lightning_mm5d.tools.cli.terminal import configuration_file, read_fields
 
     if arguments.command == "inspect" and arguments.model is not None and not arguments.configs:
         if (file := configuration_file(arguments.model)) is not None:

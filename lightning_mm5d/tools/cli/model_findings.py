@@ -39,9 +39,9 @@ from lightning_mm5d.recipes.module import named_class
 from lightning_mm5d.schedule import name_of
 from lightning_mm5d.strategy import MultimodalStrategy
 from lightning_mm5d.tensor_parallel.plan_lookup import origins
-from lightning_mm5d.tools.cli.configuration import FIELD, FIX, configuration_file, prepare, read_fields
+from lightning_mm5d.tools.cli.configuration import prepare
 from lightning_mm5d.tools.cli.job import load, needed_ranks, settle
-from lightning_mm5d.tools.cli.terminal import reason, show
+from lightning_mm5d.tools.cli.terminal import FIELD, FIX, configuration_file, read_fields, reason, show
 from lightning_mm5d.tools.planner.inspect import as_json, holdings, parameters_of, report
 from lightning_mm5d.trainer.construction import configured, made_construction
 from lightning_mm5d.trainer.validation import check_package

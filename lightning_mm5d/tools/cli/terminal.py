@@ -1,13 +1,16 @@
 """Prints pages: tables that fit a terminal, and plain text without colours and in full length for anything else.
 
-Files that commands write. Imports no torch.
+Files that commands write, and the name of a model, which may stand in place of a configuration: an import path or a
+configuration of Hugging Face. Imports no torch.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.tables import Page, Table, as_text
@@ -80,3 +83,45 @@ def _fitting(table: Table) -> object:
     for row in table.rows:
         rich_table.add_row(*row, style="bold" if row[0].endswith(" *") else None)
     return rich_table
+
+
+FIELD = "--model"
+FIX = "Give the import path of a class, a config.json, or a folder with one"
+
+
+def configuration_file(name: str) -> Path | None:
+    """Return the ``config.json`` that a name stands for; None for an import path.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    path = Path(name)
+    if path.is_dir() or path.suffix == ".json":
+        return path / "config.json" if path.is_dir() else path
+    if path.exists() or "/" in name:
+        rule = "It is no folder, and no config.json" if path.exists() else "There is no such file or folder"
+        raise ConfigError(FIELD, name, rule, FIX)
+    if "." not in name or not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(FIELD, name, "It is neither a file nor an import path such as package.module.Class", FIX)
+    return None
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """Return what a ``config.json`` says, ``model_type`` at least.
+
+    Raises:
+        ConfigError: it cannot be read, or says no family.
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        inside = sorted(file.name for file in path.parent.iterdir())[:8] if path.parent.is_dir() else []
+        rule = f"It cannot be read ({error.strerror})" + (
+            f"; beside it there are {', '.join(inside)}" if inside else ""
+        )
+        raise ConfigError(FIELD, str(path), rule, FIX) from error
+    except ValueError as error:
+        raise ConfigError(FIELD, str(path), f"It is no JSON: {error}", FIX) from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
+        raise ConfigError(FIELD, str(path), "It has no model_type, which says what family the model is of", FIX)
+    return fields
