@@ -42,7 +42,6 @@ from lightning_mm5d.trainer.construction import copy_without_memory
 Storages = dict[int, int]
 """bytes of storages by their numbers"""
 
-_REGISTERED = ("_parameters", "_buffers", "_modules")
 _SHARDED = {"column": True, "head": True, "row": False, "experts": False}
 """roles of layers with sharded weights, and whether their results are sharded"""
 
@@ -219,9 +218,8 @@ class _Tracer:
                 if buffer is not None:
                     large = buffer.is_meta or (buffer.is_floating_point() and buffer.numel() > LARGE)
                     copied._buffers[name] = self._fake.of(buffer) if large else buffer.detach().cpu().clone()
-            for name, value in vars(copied).items():
-                if name not in _REGISTERED:
-                    vars(copied)[name] = self._fake.on_cpu(value)
+            for name in vars(copied).keys() - {"_parameters", "_buffers", "_modules"}:
+                vars(copied)[name] = self._fake.on_cpu(vars(copied)[name])
 
     def _parameter(self, parameter: nn.Parameter, shard: Shard | None) -> nn.Parameter:
         hollow = nn.Parameter(self._fake.of(parameter.detach()), parameter.requires_grad)
