@@ -169,8 +169,7 @@ class ShardOrder(Sampler[Any]):
             self.begin_epoch(epoch)
             return
         for sampler in self.samplers:
-            batches = getattr(sampler, "batches", sampler)
-            if callable(forward := getattr(batches, "set_epoch", None)):
+            if callable(forward := getattr(sampler, "set_epoch", None)):
                 forward(epoch)
 
     def reseed(self, seed: int) -> None:
@@ -189,8 +188,8 @@ class ShardOrder(Sampler[Any]):
 
 
 _OF_ORDERS = {
-    *("samplers", "seed", "shards", "seeds_workers", "wraps_items", "start", "epoch", "drawing", "exchange", "sampler"),
-    "of_batches",
+    *("samplers", "seed", "shards", "seeds_workers", "wraps_items", "start", "epoch", "drawing"),
+    *("exchange", "of_batches", "sampler"),
 }
 
 
@@ -208,6 +207,12 @@ class _DrawnFrom:
         if name == "_order" or name.startswith("__"):  # while it is copied
             raise AttributeError(name)
         return getattr(self._order.samplers[0].sampler, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._order.samplers[0].sampler)
+
+    def __len__(self) -> int:
+        return len(self._order.samplers[0].sampler)
 
     def set_epoch(self, epoch: int) -> None:
         self._order.begin_epoch(epoch)
@@ -266,6 +271,17 @@ class _CheckedBatches:
     def __init__(self, batches: Any, sampler: DistributedSampler[Any]) -> None:
         self.batches = batches
         self.sampler = sampler
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batches" or name.startswith("__"):  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.batches, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("batches", "sampler"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.batches, name, value)
 
     def __iter__(self) -> Iterator[Any]:
         allowed = set(self.sampler)
@@ -504,5 +520,5 @@ def order_of(indices: Any) -> dict[str, Any]:
 
 def batch_size_of(indices: Any) -> int | None:
     """Return the batch size that a batch sampler states; None without one."""
-    size = getattr(getattr(indices, "batches", indices), "batch_size", None)
+    size = getattr(indices, "batch_size", None)
     return size if isinstance(size, int) else None

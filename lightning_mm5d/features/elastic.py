@@ -177,7 +177,6 @@ def _own_sampler(dataset: Any, arguments: dict[str, Any] | None) -> Sampler[Any]
 
 
 def _set_batch_size(batches: Any, size: int | None) -> None:
-    batches = getattr(batches, "batches", batches)
     if size is not None and batch_size_of(batches) is not None:
         batches.batch_size = size
 

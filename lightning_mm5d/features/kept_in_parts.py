@@ -50,7 +50,7 @@ from lightning_mm5d.source.trees import codes_in, own_functions, tree_of
 from lightning_mm5d.stage import Run
 from lightning_mm5d.stage.payload import NotSent, Packer
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
-from lightning_mm5d.trainer.kept_values import OfHooks, attributes_of, is_own
+from lightning_mm5d.trainer.kept_values import attributes_of, is_own, objects_of_hooks
 
 _LARGE = 1 << 18
 _REPEATED = (
@@ -179,7 +179,7 @@ class _Watched(Attached, AroundSteps):
     def hooked(self) -> list[tuple[str, Any]]:
         """Return objects of the user's own that hooks of modules here may write to, with the path of such a module."""
         here = {path: module for path, module in self.modules.items() if self.is_here(path)}
-        owners = [(path, owner) for path, module in here.items() for owner in OfHooks([module]).objects]
+        owners = [(path, owner) for path, module in here.items() for owner in objects_of_hooks([module])]
         return [*{id(owner): (path, owner) for path, owner in owners}.values()]
 
     def sharers(self, path: str) -> int:

@@ -48,9 +48,7 @@ OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 """names of the attributes that Lightning and torch keep in a module"""
 _OF_THREADS = {"threading", "queue", "concurrent", "multiprocessing", "asyncio", "subprocess", "weakref"}
 """whose objects change beside what a step does"""
-_LEFT_ALONE = frozenset(
-    ("torch", "lightning", "pytorch_lightning", "transformers", "tokenizers", "torchmetrics", "lightning_mm5d")
-)
+_OTHERS = {"torch", "lightning", "pytorch_lightning", "transformers", "tokenizers", "torchmetrics", "lightning_mm5d"}
 LONG = 100  # elements of longer containers are not looked into
 _DEEP = 3
 _MISSING = object()
@@ -120,12 +118,10 @@ class KeptState:
 
     def __init__(self, module: nn.Module) -> None:
         modules = [part for part in module.modules() if not isinstance(part, (Metric, MetricCollection))]
-        hooked = OfHooks(modules)
         self._parts: list[_Object | OfHooks] = [attributes_of(part, lambda name: name != HOOKED) for part in modules]
-        self._parts.append(hooked)
-        self._generators = generator_states(
-            value for owner in (*modules, *hooked.objects) for value in vars(owner).values()
-        )
+        self._parts.append(OfHooks(modules))
+        holders = [*modules, *objects_of_hooks(modules)]
+        self._generators = generator_states(value for owner in holders for value in vars(owner).values())
         self._buffers = [(part._buffers, name, buffer) for part in modules for name, buffer in part._buffers.items()]
 
     def begin(self) -> None:
@@ -154,23 +150,13 @@ class OfHooks:
 
     Args:
         modules: whose hooks are meant.
-
-    Attributes:
-        objects: of the user's own classes, among these.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        names = "_forward_hooks", "_forward_pre_hooks"
-        hooks = [hook for part in modules for name in names for hook in private(part, name).values()]
-        functions = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
-        users = [function for function in functions if is_own(function, getattr(function, "__module__", None))]
-        cells = [cell for function in users for cell in getattr(function, "__closure__", None) or () if cell != _EMPTY]
+        cells, owners = _written_by_hooks(modules)
         self._cells = [(cell, cell.cell_contents) for cell in cells]
-        owners = [*users, *(getattr(function, "__self__", None) for function in users)]
-        known = {id(owner): owner for owner in (*owners, *(content for _, content in self._cells))}
-        self.objects = [owner for owner in known.values() if _is_object(owner)]
-        containers = [owner for owner in known.values() if isinstance(owner, (list, dict, set, deque))]
-        self._parts = [*map(attributes_of, self.objects), *_look_into(enumerate(containers), 0).values()]
+        containers = enumerate(owner for owner in owners if isinstance(owner, (list, dict, set, deque)))
+        self._parts = [*map(attributes_of, filter(_is_object, owners)), *_look_into(containers, 0).values()]
 
     def restore(self) -> None:
         """Put everything back."""
@@ -178,6 +164,25 @@ class OfHooks:
             cell.cell_contents = value
         for part in self._parts:
             part.restore()
+
+
+def objects_of_hooks(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return those of the user's own classes that the user's own forward hooks of modules may write to."""
+    return [*filter(_is_object, _written_by_hooks(modules)[1])]
+
+
+def _written_by_hooks(modules: Iterable[nn.Module]) -> tuple[list[CellType], list[Any]]:
+    """Variables around hooks; and what is in these, what methods are of, and what functions are given or default to."""
+    cells, owners = list[CellType](), list[Any]()
+    names = "_forward_hooks", "_forward_pre_hooks"
+    for hook in (hook for part in modules for name in names for hook in private(part, name).values()):
+        call, *given = (hook.func, *hook.args, *hook.keywords.values()) if isinstance(hook, partial) else (hook,)
+        if is_own(call, getattr(call, "__module__", None)):
+            cells += [cell for cell in getattr(call, "__closure__", None) or () if cell != _EMPTY]
+            given += (*(getattr(call, "__defaults__", None) or ()), getattr(call, "__self__", None))
+            owners += [call, *given, *(getattr(call, "__kwdefaults__", None) or {}).values()]
+    owners += [cell.cell_contents for cell in cells]
+    return cells, [*{id(owner): owner for owner in owners}.values()]
 
 
 def _is_object(value: Any) -> bool:
@@ -202,7 +207,7 @@ def attributes_of(module: Any, counts: Callable[[str], bool] = lambda _: True) -
     def counted(name: str, value: Any) -> bool:
         return not callable(value) and not is_iterator(value) and counts(name)
 
-    return _Object(module, 0, counted, OF_LIGHTNING)
+    return _Object(module, 0, counted, OF_LIGHTNING if isinstance(module, nn.Module) else ())
 
 
 def memory_kept(owner: Any) -> Iterator[tuple[str, Tensor]]:
@@ -211,8 +216,9 @@ def memory_kept(owner: Any) -> Iterator[tuple[str, Tensor]]:
     What torch computes anew from another parameter (spectral norm, pruning) is left out.
     """
     for path, part in owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)]:
+        of_lightning = OF_LIGHTNING if isinstance(part, nn.Module) else ()
         for key, value in vars(part).items():
-            is_made = key in OF_LIGHTNING or f"{key}_orig" in vars(part).get("_parameters", {})
+            is_made = key in of_lightning or f"{key}_orig" in vars(part).get("_parameters", {})
             for leaf in () if is_made else tree_leaves(value):
                 if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f":
                     while isinstance(leaf.base, np.ndarray):  # of which the leaf is a part
@@ -225,7 +231,7 @@ def memory_kept(owner: Any) -> Iterator[tuple[str, Tensor]]:
 
 def is_own(value: Any, module: str | None = None) -> bool:
     """Whether an object is of a class of the user's own, or of a Python `module` of theirs where one is given."""
-    return (module or type(value).__module__).partition(".")[0] not in _LEFT_ALONE
+    return (module or type(value).__module__).partition(".")[0] not in _OTHERS
 
 
 class _Object:

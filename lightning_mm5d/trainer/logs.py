@@ -139,11 +139,10 @@ class MergedLog:
 
 @dataclass
 class _Constant:
-    """The `batch_size` that all calls of a name have given, with what is known of the first batch; None of a count."""
+    """The `batch_size` that all calls of a place have given, with what is known of the first batch; None of a count."""
 
     given: int | None
-    microbatches: int
-    samples: float
+    sizes: list[float]
     is_known: bool = False
     """whether it has been the same for microbatches of unlike sizes, or the number of all samples"""
 
@@ -169,7 +168,7 @@ class LogCapture:
         self._weight: float = 0
         self._samples: float = 0
         self._direct = 0
-        self._constants: dict[str, _Constant] = {}
+        self._constants: dict[tuple[str, LogOptions, int], _Constant] = {}
         self.joined = JoinedMetrics(lambda: self._microbatch)
 
     @contextmanager
@@ -223,40 +222,41 @@ class LogCapture:
         with meanwhile(self, _calls=dict(self._calls)), self.joined.left_out():
             yield
 
-    def merge(self) -> list[MergedLog]:
+    def merge(self, step: str = "") -> list[MergedLog]:
         """The records merged over microbatches, in the order of first appearance; no communication.
 
         A key that one run of the step logs more than once stays as many calls.
+
+        Args:
+            step: name of the method.
         """
         groups: dict[tuple[LogOptions, int], list[LogCall]] = defaultdict(list)
         for index in sorted(self._calls):
             for place, call in _by_turn(self._calls[index]):
                 groups[place].append(call)
         merged = []
-        for (options, _), calls in groups.items():
-            log, whole = _merge_calls(options, calls, self._constant(calls)), self.joined.values.get(calls[0].key)
+        for (options, turn), calls in groups.items():
+            constant, whole = self._constant((step, options, turn), calls), self.joined.values.get(calls[0].key)
+            log = _merge_calls(options, calls, constant)
             if log.value is not None and whole is not None and whole.numel() == 1:
                 log = replace(log, value=whole.detach().reshape(()).to(log.value))
             merged.append(log)
         return merged
 
-    def _constant(self, calls: Sequence[LogCall]) -> float | None:
+    def _constant(self, place: tuple[str, LogOptions, int], calls: Sequence[LogCall]) -> float | None:
         """Return what a batch weighs to whose microbatches one constant `batch_size` was given, as that of the data.
 
         All batches of an epoch then count equally. None for a count, which is another one in some microbatch. Where
         microbatches have equal sizes, only the number of all samples is known to be a constant.
         """
-        given = _common(call.given for call in calls)
-        constant = self._constants.setdefault(
-            calls[0].options.name, _Constant(given, len(calls), calls[0].microbatch[1])
-        )
+        given, sizes = _common(call.given for call in calls), [call.microbatch[1] for call in calls]
+        constant = self._constants.setdefault(place, _Constant(given, sizes))
         if constant.given != given:
             constant.given = None
-        sizes = [call.microbatch[1] for call in calls]
-        constant.is_known |= {*sizes} != {constant.samples} or given == sum(sizes)
+        constant.is_known |= len({*sizes, *constant.sizes}) > 1 or given == sum(sizes)
         if constant.given is None or not constant.is_known:
             return None
-        return float(constant.given * constant.microbatches)
+        return float(constant.given * len(constant.sizes))
 
     def _record(
         self,

@@ -520,7 +520,7 @@ class Steps:
         factor = weight * self._num_replicas / total if total else 1.0
         logs = [
             log.weighted(sum(samples), factor, step.weights.samples) if log.batch_size == weight else log
-            for log in self._capture.merge()
+            for log in self._capture.merge(step.name)
         ]
         if len(samples) > 1 and step.ended == [*range(len(samples))]:
             values.join(samples)

@@ -182,10 +182,17 @@ class _Cell:
         self.tensor, self.version, self.value = tensor, tensor._version, tensor.detach().clone()
 
     def is_changed(self, now: Any) -> bool:
-        return now is not self.tensor or now._version != self.version
+        is_other = now is not self.tensor or now._version != self.version
+        return is_other or (now.is_cpu and not torch.equal(now, self.value))  # a write to `data` raises no version
+
+    def taken(self, now: Any) -> Any:
+        """Return what tells of `now`: a tuple holds another tensor, for this one may be that of other groups, too."""
+        return (_copied_value(now),) if isinstance(now, Tensor) and now is not self.tensor else _copied_value(now)
 
     def fill(self, value: Any) -> Any:
-        """Return `value`, of a tensor the own one with its number; of this cell with the number from before."""
+        """Return what `taken` tells of: another value, or the tensor with its number; of this cell that from before."""
+        if type(value) is tuple and value and isinstance(value[0], Tensor):
+            return value[0].to(self.tensor.device, copy=True)
         if not isinstance(number := self.value if value is self else value, Tensor):
             return number
         with torch.no_grad():
@@ -207,7 +214,8 @@ class OptimizerSettings:
 
     def __init__(self, module: LightningModule, step: str) -> None:
         puts_back = step == "training_step" and module.automatic_optimization
-        self._before = [(owner, _numbers(owner)) for owner in (setting_holders(module) if puts_back else ())]
+        cells = dict[int, _Cell]()
+        self._before = [(owner, _numbers(owner, cells)) for owner in (setting_holders(module) if puts_back else ())]
         self._left, self.of_batch = list[dict[str, Any]](), dict[int, dict[str, Any]]()
 
     @contextmanager
@@ -222,14 +230,16 @@ class OptimizerSettings:
     def take(self) -> list[dict[str, Any]]:
         """Return what the microbatch that is computed has changed so far."""
         return [
-            {name: _copied_value(owner[name]) for name in _changed(owner, before)} for owner, before in self._before
+            {name: _taken(owner[name], before[name]) for name in _changed(owner, before)}
+            for owner, before in self._before
         ]
 
     def put(self, state: list[dict[str, Any]]) -> None:
         """Go on with the microbatch that `take` returned `state` of."""
+        for owner, before in self._before:
+            self._set(owner, before, {name: before[name] for name in _changed(owner, before)})
         for (owner, before), left in zip(self._before, state, strict=True):
-            if values := {name: before[name] for name in _changed(owner, before)} | left:
-                self._set(owner, before, values)
+            self._set(owner, before, left)
 
     def end(self) -> None:
         """The latest run has come to the end of the step."""
@@ -247,10 +257,10 @@ class OptimizerSettings:
             owner[name] = cell.fill(value) if isinstance(cell, _Cell) else _copied_value(value)
 
 
-def _numbers(owner: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a group or scheduler, also in tensors, and rows of them."""
+def _numbers(owner: Mapping[str, Any], cells: dict[int, _Cell]) -> dict[str, Any]:
+    """The numbers of a group or scheduler, also in tensors, of which each has a cell, and rows of them."""
     return {
-        name: _Cell(value) if isinstance(value, Tensor) else _copied_value(value)
+        name: cells.setdefault(id(value), _Cell(value)) if isinstance(value, Tensor) else _copied_value(value)
         for name, value in owner.items()
         if _is_number(value)
     }
@@ -259,6 +269,10 @@ def _numbers(owner: Mapping[str, Any]) -> dict[str, Any]:
 def _copied_value(value: Any) -> Any:
     """The value itself, of a list or tensor a copy: the step may change it in place."""
     return value.detach().clone() if isinstance(value, Tensor) else [*value] if type(value) is list else value
+
+
+def _taken(now: Any, before: Any) -> Any:
+    return before.taken(now) if isinstance(before, _Cell) else _copied_value(now)
 
 
 def _changed(owner: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
@@ -312,7 +326,7 @@ class BatchDraws:
         """What the first owners hold, each with its owner and name, without what Lightning keeps in the module."""
         for owner in self._owners[:count]:
             for name, value in owner.items() if isinstance(owner, dict) else enumerate(owner):
-                if name not in OF_LIGHTNING:
+                if owner is not self._owners[0] or name not in OF_LIGHTNING:
                     yield owner, name, value
 
     @contextmanager
@@ -626,7 +640,7 @@ def _copied(tensor: Tensor, copies: list[_BatchCopy]) -> Tensor:
 
 
 def _settled(tree: Any, use: str) -> Any:
-    packer = Packer()
+    packer = Packer(crosses=False)
     try:
         packer.describe(tree)
     except ValueError:  # objects of the user's own

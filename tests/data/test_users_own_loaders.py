@@ -13,8 +13,10 @@ import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.overrides import distributed
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_mm5d.data.loader import group_batches, shard_loader
+from lightning_mm5d.data.samplers import batch_size_of, placed
 from lightning_mm5d.trainer.resume import Resume
 
 
@@ -55,6 +57,35 @@ def test_a_batch_sampler_shows_its_attributes_and_takes_new_values() -> None:
     assert (loader.batch_sampler.widest, loader.batch_sampler.drop_last) == (7, False)
     loader.batch_sampler.batch_size = 4
     assert [len(batch) for batch in loader] == [4, 4]
+
+
+class Listing(BatchSampler):
+    """Keeps what it calls batches, and is told the epoch."""
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.batches = [[epoch]]
+
+
+def test_a_batch_sampler_may_keep_batches_of_its_own_and_shows_what_it_draws_from() -> None:
+    batches = Listing(SequentialSampler(range(8)), 2, False)
+    order = _alone(DataLoader(range(8), batch_sampler=batches)).batch_sampler
+    for epoch in range(2):
+        order.set_epoch(epoch)
+        assert [*order] == [[epoch]]
+    assert batch_size_of(batches) == batch_size_of(order) == 2
+    assert (len(order.sampler), [*order.sampler]) == (8, [*range(8)])
+
+
+def test_a_batch_sampler_that_is_checked_shows_its_attributes_and_takes_new_values() -> None:
+    leaf = DistributedSampler(range(8), 2, 0, shuffle=False)
+    loader = DataLoader(range(8), batch_sampler=Buckets(leaf, 2, False))
+    checked = placed(loader, loader.batch_sampler, leaf, DistributedSampler(range(8), 2, 1, shuffle=False))
+    assert (checked.widest, batch_size_of(checked)) == (7, 2)
+    checked.batch_size = 4
+    assert [*checked] == [[1, 3, 5, 7]]
 
 
 class Epochs:

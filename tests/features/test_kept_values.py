@@ -35,7 +35,7 @@ from features.toys import (
     weights,
 )
 from lightning_mm5d import Modality
-from lightning_mm5d.trainer.kept_values import KeptState, KeptValues
+from lightning_mm5d.trainer.kept_values import KeptState, KeptValues, memory_kept, objects_of_hooks
 
 FOUR = Layout({"vision": Modality(pp_size=2, **VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 4)
 """vision: ranks 0-1 as stages; language: ranks 2-3 as stages"""
@@ -354,6 +354,16 @@ def test_what_forward_hooks_write_to_beside_modules_is_put_back() -> None:
     layer, by_method, itself = torch.nn.Linear(2, 2), Counting(), Counting()
     shapes, names, count = list[Any](), list[str](), 0
 
+    given, named, default, only_named = Counting(), list[Any](), list[Any](), Counting()
+
+    def keep(
+        first: Any, _: Any, args: Any, output: Tensor, second: Any = default, *, named: Any, third: Any = only_named
+    ) -> None:
+        for count in (first, third):
+            count(_, args, output)
+        for row in (second, named):
+            row.append(1)
+
     def around(_: Any, args: Any, output: Tensor) -> None:
         nonlocal count
         count += 1
@@ -363,12 +373,26 @@ def test_what_forward_hooks_write_to_beside_modules_is_put_back() -> None:
     layer.register_forward_hook(itself)
     layer.register_forward_hook(around)
     layer.register_forward_pre_hook(lambda *_: names.append("layer"))
+    layer.register_forward_hook(partial(keep, given, named=named))
     layer(torch.zeros(1, 2))
     state = KeptState(layer)
     layer(torch.zeros(3, 2))
     state.restore()
     assert (by_method.calls, itself.calls, count, len(shapes), names) == (1, 1, 1, 1, ["layer"])
     assert by_method.shapes == itself.shapes == [(1, 2)]
+    assert (given.calls, only_named.calls, named, default) == (1, 1, [1], [1])
+
+
+def test_objects_of_hooks_may_have_attributes_of_names_that_lightning_has() -> None:
+    layer, counting = torch.nn.Linear(2, 2), Counting()
+    counting.training = torch.zeros(2)  # type: ignore[attr-defined]
+    layer.register_forward_hook(counting.note)
+    assert objects_of_hooks([layer]) == [counting]
+    state = KeptState(layer)
+    counting.training += 1  # type: ignore[attr-defined]
+    state.restore()
+    assert counting.training.tolist() == [0, 0]  # type: ignore[attr-defined]
+    assert [name for name, _ in memory_kept(counting)] == ["training"]
 
 
 class Means(L.Callback):

@@ -90,6 +90,16 @@ def test_iterators_in_objects_of_the_users_own_give_an_item_once_too() -> None:
     assert module.endless.given == 10, "attributes are the object's own"
 
 
+def test_iterators_under_a_name_that_lightning_has_in_a_module_give_an_item_once_too() -> None:
+    module = Module()
+    module.sets = {"training": iter(range(10))}
+    for batch in range(2):
+        draws = BatchDraws(module)
+        for stage in range(2):
+            with draws.run((stage, 0), counts=True):
+                assert next(module.sets["training"]) == batch
+
+
 def test_iterators_in_lists_give_an_item_once_too() -> None:
     module = Module()
     module.pair = [iter("abc"), itertools.cycle([1, 2, 3])]
@@ -450,6 +460,49 @@ def test_a_learning_rate_in_a_tensor_changes_once_a_batch_in_place() -> None:
         OptimizerSettings(module, "training_step").apply(settings.of_batch)
         assert owner["lr"] == 0.25
     assert rate == 0.25
+
+
+def _both_in_place(first: Any, second: Any) -> None:
+    first["lr"].mul_(0.5)
+
+
+def _other(first: Any, second: Any) -> None:
+    first["lr"] = first["lr"] * 0.5
+
+
+def _other_and_in_place(first: Any, second: Any) -> None:
+    first["lr"] = first["lr"] * 0.5
+    second["lr"].mul_(0.1)
+
+
+def _unseen(first: Any, second: Any) -> None:
+    first["lr"].data.mul_(0.5)
+
+
+@pytest.mark.parametrize("change", [_both_in_place, _other, _other_and_in_place, _unseen])
+def test_a_tensor_that_groups_share_changes_as_on_one_process(change: Any) -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))]} for _ in range(2)]
+    optimizer = torch.optim.SGD(groups, lr=torch.tensor(0.5))
+    expected = copy.deepcopy(optimizer)  # one tensor there, too
+    trainer = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[])
+    module: Any = SimpleNamespace(trainer=trainer, automatic_optimization=True)
+    for _ in range(2):
+        change(*expected.param_groups)
+        settings = OptimizerSettings(module, "training_step")
+        before = [group["lr"].clone() for group in optimizer.param_groups]
+        for _ in range(2):
+            with settings.run():
+                change(*optimizer.param_groups)
+                side_by_side = settings.take()
+                settings.put([{}, {}])
+                assert [group["lr"] for group in optimizer.param_groups] == before
+                settings.put(side_by_side)
+            settings.end()
+            assert [group["lr"] for group in optimizer.param_groups] == before
+        settings.apply(settings.of_batch)
+        first, second = [[group["lr"] for group in each.param_groups] for each in (optimizer, expected)]
+        assert first == second
+        assert (first[0] is first[1]) == (second[0] is second[1])
 
 
 def test_rows_that_a_step_changes_in_place_change_once_a_batch() -> None:

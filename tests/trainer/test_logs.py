@@ -332,6 +332,20 @@ def test_a_constant_batch_size_is_that_of_each_batch(sizes: Any, given: Any, exp
     assert [value for pair in logs for value in pair] == pytest.approx([value for pair in expected for value in pair])
 
 
+def test_calls_of_a_name_in_several_steps_or_turns_have_constants_of_their_own() -> None:
+    module = Classifier()
+    capture = LogCapture(module)
+    for step, given in (("validation_step", 3), ("training_step", 8), ("training_step", 8)):
+        with capture.capture():
+            for index, samples in enumerate((6, 2)):
+                capture.begin_microbatch(index, samples)
+                module.log("loss", 1.0 + 4 * index, batch_size=given)
+                module.log("loss", 1.0 + 4 * index, batch_size=given + index)
+        constant, count = capture.merge(step)
+        assert (float(constant.value or 0), constant.batch_size) == (2.0, 2 * given)
+        assert count.batch_size == 2 * given + 1
+
+
 def test_float64_stays_float64_and_low_precision_becomes_float32() -> None:
     for dtype, stored in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
         log = merged_after((1, torch.tensor(1.0, dtype=dtype)), (1, 0.0))
