@@ -219,6 +219,9 @@ def split(
     if samples is None:
         rule = "The tensors of a batch must agree on dim 0, or some must have names such as input_ids"
         raise _disagreement(dict(leaves(batch)), rule)
+    if _may_list_images(batch):
+        rule = "Dicts in a list may be samples with images [C, H, W], or batches of several dataloaders"
+        raise _disagreement(dict(leaves(batch)), rule)
     ends = _ends(samples, num_microbatches, size)
     cuts = _plan(batch, samples, ends if dealer is None else [*range(samples + 1)], image_tokens or PackedTokens())
     if dealer is not None:
@@ -501,11 +504,29 @@ def _is_sample_list(node: Any, samples: int | None, path: Path) -> bool:
 
 def _lists_dicts(batch: Any) -> bool:
     """Whether a batch is a list of samples, dicts of equal keys, as without a collation, and not of several batches."""
-    if not isinstance(batch, list) or not batch or not all(isinstance(sample, Mapping) for sample in batch):
+    return _are_alike(batch) and any(len(_rows_in(sample)) > 1 and batch_samples(sample) is None for sample in batch)
+
+
+def _may_list_images(batch: Any) -> bool:
+    """Whether dicts of equal keys may be samples with images [C, H, W] that have by chance as many boxes as channels.
+
+    So may be batches of three or four samples, of several dataloaders.
+    """
+    if not _are_alike(batch) or len(batch) < 2 or any(len(_rows_in(sample)) > 1 for sample in batch):
         return False
-    lengths = {len(value) for _, value in leaves(batch[0]) if is_array(value)}
-    is_alike = all(sample.keys() == batch[0].keys() for sample in batch[1:])
-    return is_alike and len(lengths) > 1 and batch_samples(batch[0]) is None
+    arrays = [value for _, value in leaves(batch) if is_array(value)]
+    return any(len(value.shape) == 3 and len(value) in (3, 4) for value in arrays)
+
+
+def _are_alike(batch: Any) -> bool:
+    """Whether a batch is a list of dicts of equal keys."""
+    is_list = isinstance(batch, list) and bool(batch) and all(isinstance(sample, Mapping) for sample in batch)
+    return is_list and all(sample.keys() == batch[0].keys() for sample in batch)
+
+
+def _rows_in(sample: Any) -> set[int]:
+    """The lengths of the arrays in a dict."""
+    return {len(value) for _, value in leaves(sample) if is_array(value)}
 
 
 def _lists_fields(node: Any, samples: int, path: Path) -> bool:

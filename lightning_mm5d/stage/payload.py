@@ -13,8 +13,8 @@ import base64
 import enum
 import pathlib
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from lightning_mm5d.sharded.tensor import Group, NotYetComputed, Sharded, from_l
 from lightning_mm5d.stage.view import StageError
 
 Path = tuple[str | int, ...]
-_VALUES = (bool, int, float, str, bytes, pathlib.PurePath, np.generic)
+_VALUES = (bool, int, float, str, bytes, pathlib.PurePath, np.generic, enum.Enum)
 _PLAIN = ("builtins", "collections", "lightning_mm5d")
 """whose lists, tuples and dicts cross as plain ones"""
 _CROSSING = (tuple, list, dict, enum.Enum)
@@ -178,6 +178,8 @@ class Packer:
         self.has_values = False
         self._index: dict[int, int] = {}
         self._alive: list[Tensor] = []  # an id is taken again when its tensor is gone
+        self._open: set[int] = set()  # ids of the containers around what is described
+        self._is_beside = False
 
     def add(self, tensor: Tensor) -> int:
         """Return the position of `tensor`, the same for the same tensor."""
@@ -203,7 +205,7 @@ class Packer:
             return None
         self.has_values = self.has_values or isinstance(tree, _VALUES)
         if isinstance(tree, enum.Enum):  # also one that is a text or a number, or `is` would no longer find it
-            return {"e": self._class(tree), "n": tree.name}
+            return {"e": self._class(tree), "n": tree.value if isinstance(tree, enum.Flag) else tree.name}
         if isinstance(tree, (bool, int, float, str)):
             return tree
         if isinstance(tree, pathlib.PurePath):
@@ -223,9 +225,21 @@ class Packer:
             return {"u": list(tree)}
         if isinstance(tree, torch.dtype):
             return {"y": str(tree).removeprefix("torch.")}
+        if id(tree) in self._open:
+            raise UnsendableError(f"{type(tree).__name__}, which holds itself,")
+        self._open.add(id(tree))
+        try:
+            return self._describe_container(tree)
+        finally:
+            self._open.remove(id(tree))
+
+    def _describe_container(self, tree: Any) -> Any:
         if is_dataclass(tree) and not isinstance(tree, type):
-            entries = tree if isinstance(tree, Mapping) else _attributes(tree)
-            return {"c": self._class(tree), "d": [[key, self._entry(key, value)] for key, value in entries.items()]}
+            is_mapping = isinstance(tree, Mapping)
+            names = () if is_mapping else [f.name for f in fields(tree) if hasattr(tree, f.name)]
+            entries = tree.items() if is_mapping else ((name, getattr(tree, name)) for name in names)
+            values = [[key, self._entry(key, value)] for key, value in entries]
+            return {"c": self._class(tree), "d": values + ([] if is_mapping else self._beside(tree, names))}
         if isinstance(tree, tuple) and hasattr(tree, "_fields"):
             named = zip(tree._fields, tree, strict=True)
             return {"c": self._class(tree), "l": [self._entry(key, value) for key, value in named]}
@@ -247,15 +261,38 @@ class Packer:
     def _kind(self, tree: Any) -> dict[str, Any]:
         """Return the class of a list, tuple or dict of a user's own, and what the instance holds beside its elements.
 
-        Nothing for other ones, and for one whose class is within a function, which is a plain one elsewhere.
+        Nothing for other ones, and for one whose class is within a function, or makes entries by itself, which is a
+        plain one elsewhere.
         """
         kind = type(tree)
         is_own = isinstance(tree, (list, tuple, dict)) and kind.__module__.partition(".")[0] not in _PLAIN
-        if not is_own or (self._crosses and "<locals>" in kind.__qualname__):
+        if not is_own or isinstance(tree, defaultdict) or (self._crosses and "<locals>" in kind.__qualname__):
             return {}
-        others = getattr(tree, "__dict__", {})
-        beside = [[name, self.describe(sendable(name, value))] for name, value in others.items()]
-        return {"k": self._class(tree), "v": beside}
+        return {"k": self._class(tree), "v": None if getattr(tree, "__dict__", None) is tree else self._beside(tree)}
+
+    def _beside(self, tree: Any, names: Collection[str] = ()) -> list[list[Any]]:
+        """What an instance holds beside its elements, or the fields of these names."""
+        others = getattr(tree, "__dict__", {}).items()
+        return [[name, self._attribute(name, value)] for name, value in others if name not in names]
+
+    def _attribute(self, name: str, value: Any) -> Any:
+        """The description of a value beside fields; of what is beside the fields of that one, containers do not cross.
+
+        Objects that refer to each other would else be described along each path from one to another.
+        """
+        count, is_outer = len(self.tensors), not self._is_beside
+        try:
+            if not (is_outer or value is None or isinstance(value, (Tensor, *_VALUES))):
+                raise UnsendableError(type(value).__name__)
+            self._is_beside = True
+            return self.describe(value)
+        except ValueError:
+            del self.tensors[count:]
+            self._index = {key: index for key, index in self._index.items() if index < count}
+            self.local = {index for index in self.local if index < count}
+            return {"x": f"{name}, of type {type(value).__name__},"} if self._crosses else {"o": value}
+        finally:
+            self._is_beside = not is_outer
 
     def _class(self, tree: Any) -> str | type:
         if not self._crosses:
@@ -291,6 +328,8 @@ def rebuild(description: Any, tensors: list[Tensor], group: Callable[[Any], Grou
         return tensors[array].cpu().numpy() if isinstance(array, int) else np.array(rebuild(array, tensors, group))
     if "x" in description:
         return NotSent(description["x"])
+    if "o" in description:
+        return description["o"]
     if "f" in description:
         return pathlib.Path(description["f"])
     if "b" in description:
@@ -300,11 +339,15 @@ def rebuild(description: Any, tensors: list[Tensor], group: Callable[[Any], Grou
     if "y" in description:
         return getattr(torch, description["y"])
     if "e" in description:
-        return _find_class(description["e"])[description["n"]]  # type: ignore[index]
+        members, member = _find_class(description["e"]), description["n"]
+        return members(member) if isinstance(member, int) else members[member]  # type: ignore[call-arg, index]
     if "k" in description:
         values = rebuild({name: part for name, part in description.items() if name in ("d", "l", "u")}, tensors, group)
-        beside = {name: rebuild(value, tensors, group) for name, value in description["v"]}
-        return _container(_find_class(description["k"]), values, beside)
+        beside = {name: rebuild(value, tensors, group) for name, value in description["v"] or ()}
+        instance = _container(_find_class(description["k"]), values, beside)
+        if description["v"] is None:  # a dict that is its own attributes
+            object.__setattr__(instance, "__dict__", instance)
+        return instance
     if "d" in description:
         items = {key: rebuild(value, tensors, group) for key, value in description["d"]}
         return _instance(_find_class(description["c"]), items) if "c" in description else items
@@ -410,13 +453,6 @@ def _key(key: Any) -> Any:
     return key
 
 
-def _attributes(tree: Any) -> dict[str, Any]:
-    """The fields of a dataclass, and what its instance holds beside them."""
-    named = {f.name: getattr(tree, f.name) for f in fields(tree) if hasattr(tree, f.name)}
-    others = getattr(tree, "__dict__", {}).items()
-    return named | {name: sendable(name, value) for name, value in others if name not in named}
-
-
 def _instance(cls: type, values: dict[str, Any]) -> Any:
     """A dataclass with these values, which its constructor does not see: it may have changed them once already."""
     if issubclass(cls, Mapping):
@@ -431,11 +467,12 @@ def _container(cls: Any, values: Any, beside: dict[str, Any]) -> Any:
     """A list, tuple or dict of a user's own class with these elements, which its constructor does not see."""
     if hasattr(cls, "n_sequence_fields"):  # what functions of torch return
         return cls(values)
-    instance = tuple.__new__(cls, values) if issubclass(cls, tuple) else cls.__new__(cls)
-    if issubclass(cls, list):
+    kind: Any = next(base for base in (OrderedDict, dict, list, tuple) if issubclass(cls, base))
+    instance = kind.__new__(cls, values) if kind is tuple else kind.__new__(cls)
+    if kind is list:
         list.extend(instance, values)
-    elif issubclass(cls, dict):
-        dict.update(instance, values)
+    for key, value in values.items() if issubclass(kind, dict) else ():
+        kind.__setitem__(instance, key, value)
     if beside:
         vars(instance).update(beside)
     return instance

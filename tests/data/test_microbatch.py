@@ -369,6 +369,8 @@ def test_a_list_of_tensors_of_unequal_lengths_holds_a_sample_in_each() -> None:
 def test_a_list_of_dicts_that_are_no_batches_holds_a_sample_in_each() -> None:
     samples = [{"image": torch.ones(6), "words": torch.ones(5), "label": torch.tensor(at)} for at in range(5)]
     assert [len(part.batch) for part in split(samples, 2)] == [3, 2]
+    boxes = [{"image": torch.ones(3, 8, 8), "boxes": torch.ones(count, 4)} for count in (3, 5, 3, 3)]
+    assert [[len(sample["boxes"]) for sample in part.batch] for part in split(boxes, 2)] == [[3, 5], [3, 3]]
     of_loaders = [{"image": torch.ones(4, 6), "label": torch.ones(4)}] * 2
     assert [len(part.batch[1]["image"]) for part in split(of_loaders, 2)] == [2, 2]
 
@@ -391,11 +393,12 @@ def test_a_list_with_an_element_for_each_row_of_the_tensors_beside_it_holds_samp
         [torch.zeros(8, dtype=torch.int64), torch.zeros(30, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)],
         {"levels": [torch.zeros(5, 2), torch.zeros(9, 2)], "label": torch.zeros(4)},
         (torch.zeros(8, 3), torch.zeros(9, 3)),
+        [{"image": torch.ones(3, 8, 8), "boxes": torch.ones(3, 4)}] * 4,
     ],
-    ids=["labels, tokens and offsets", "no list of samples", "a tuple of fields"],
+    ids=["labels, tokens and offsets", "no list of samples", "a tuple of fields", "images, or batches of loaders"],
 )
 def test_lists_whose_samples_would_be_guessed_are_refused(batch: Any) -> None:
-    with pytest.raises(ConfigError, match=r"agree on dim 0|neither that many rows"):
+    with pytest.raises(ConfigError, match=r"agree on dim 0|neither that many rows|may be samples"):
         split(batch, 2)
 
 

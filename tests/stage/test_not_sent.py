@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lightning_mm5d.stage.payload import NotSent, Packer, map_tensors, rebuild, sendable, with_sendable_fields
+from lightning_mm5d.stage.payload import NotSent, Packer, detached, map_tensors, rebuild, sendable, with_sendable_fields
 from lightning_mm5d.stage.view import StageError
 
 
@@ -115,3 +116,78 @@ def test_a_class_within_a_function_stays_in_its_process_and_is_named_where_it_wo
         float(sendable("result", Pair(torch.ones(2), 3)))
     with pytest.raises(ValueError, match=r"Pair is a class within a function.*: define it outside"):
         Packer().describe(Pair(torch.ones(2), 3))
+
+
+class Own(dict):
+    """A dict that is its own attributes."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        self.__dict__ = self
+
+
+class Ordered(OrderedDict):
+    """A dict whose order is its own."""
+
+
+class Grouped(defaultdict):
+    """A dict that makes entries by itself."""
+
+
+class Row(list):
+    """A list whose making wants arguments."""
+
+    def __new__(cls, values: Any) -> Any:
+        return super().__new__(cls)
+
+
+class Sides(enum.Flag):
+    LEFT = 1
+    RIGHT = 2
+
+
+def _there(value: Any) -> Any:
+    packer = Packer()
+    return rebuild(json.loads(json.dumps(packer.describe(value))), packer.tensors)
+
+
+@pytest.mark.parametrize("crossed", [_there, detached])
+def test_containers_cross_by_what_they_are_built_on(crossed: Callable[[Any], Any]) -> None:
+    ordered = crossed(Ordered(a=torch.ones(1), b=2))
+    assert (type(ordered), [*ordered.items()]) == (Ordered, [("a", torch.ones(1)), ("b", 2)])
+    own = crossed(Own(a=1))
+    own.b = 2
+    assert (type(own), dict(own)) == (Own, {"a": 1, "b": 2})
+    row = crossed(Row([1, 2]))
+    assert (type(row), row) == (Row, [1, 2])
+    grouped = Grouped(list)
+    grouped["a"].append(1)
+    assert type(crossed(grouped)) is dict
+
+
+@pytest.mark.parametrize("sides", [Sides.LEFT, Sides.LEFT | Sides.RIGHT, Sides(0)])
+def test_flags_cross_by_their_value(sides: Sides) -> None:
+    assert _there(sides) is sides
+    packer = Packer()
+    packer.describe(sides)
+    assert packer.has_values
+
+
+@pytest.mark.parametrize("make", [lambda: Scaled(torch.ones(3)), lambda: Boxes([torch.ones(3)], "xyxy")])
+def test_what_stands_beside_fields_and_refers_back_stays_here_and_is_named_elsewhere(make: Callable[[], Any]) -> None:
+    out = make()
+    out.parent, out.cache, out.others = out, DynamicCache(), [make() for _ in range(12)]
+    for other in out.others:
+        other.others = out.others
+    packer = Packer()
+    there = rebuild(json.loads(json.dumps(packer.describe(out))), packer.tensors)
+    with pytest.raises(StageError, match=r"parent, of type \w+, cannot be sent"):
+        float(there.parent)
+    with pytest.raises(StageError, match=r"others, of type list, cannot be sent"):
+        len(there.others[0].others)
+    here = detached(out)
+    assert (here.parent, here.cache) == (out, out.cache)
+    assert len(here.others) == 12
+    around: dict[str, Any] = {}
+    around["around"] = around
+    assert detached(around) is around

@@ -39,7 +39,7 @@ from torch import Tensor
 from lightning_mm5d.data.joining import Sizes, merge
 from lightning_mm5d.data.loader import split_replicas
 from lightning_mm5d.data.microbatch import Microbatch
-from lightning_mm5d.features.first_batch.joined_step import JoinedStep, Listed, put_back
+from lightning_mm5d.features.first_batch.joined_step import JoinedStep, Listed, put_back, tensor_of
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import plain
 from lightning_mm5d.sharded.removable import meanwhile
@@ -175,7 +175,6 @@ class _Checks(Attached):
 
 _ROUNDING, _LOW_ROUNDING = 5e-5, 1e-2  # relative; in half precision and tf32, batches of unlike sizes round unlike
 _LEAST = 0.01  # of these, what two losses of one microbatch may differ by; and of 1, what is small
-_NUMBERS = (Tensor, np.ndarray, float, int)
 _ARRAYS = (Tensor, np.ndarray)
 _SEE = 'See "Losses that are no mean" in the documentation of batches.'
 
@@ -367,8 +366,8 @@ def _is_part(first: Any, second: Any, whole: Any, rounding: float) -> bool:
         return any(_is_part(*values, rounding) for values in zip(first, second, whole, strict=False))
     if not (isinstance(whole, _ARRAYS) and isinstance(first, _ARRAYS) and isinstance(second, _ARRAYS)):
         return False
-    tensors = [torch.as_tensor(value) for value in (first, second, whole)]
-    is_fixed = tensors[2].ndim > 0 and tensors[0].shape == tensors[1].shape == tensors[2].shape
+    tensors = [tensor for value in (first, second, whole) if (tensor := tensor_of(value)) is not None]
+    is_fixed = len(tensors) == 3 and tensors[2].ndim > 0 and {*(tensor.shape for tensor in tensors)} == {whole.shape}
     return is_fixed and not _are_equal(tensors[0], tensors[1], rounding)
 
 
@@ -421,10 +420,9 @@ def _unlike(joined: Any, whole: Any, rounding: float, where: str = "") -> Iterat
             yield where, joined, whole
         for index, pair in enumerate(zip(joined, whole, strict=False) if len(joined) == len(whole) else ()):
             yield from _unlike(*pair, rounding, f"{where}[{index}]")
-    elif isinstance(joined, _NUMBERS) and isinstance(whole, _NUMBERS):
-        joined_tensor, whole_tensor = torch.as_tensor(joined), torch.as_tensor(whole)
-        if joined_tensor.shape != whole_tensor.shape or not _are_equal(joined_tensor, whole_tensor, rounding):
-            yield where, joined, whole
+    elif (tensor := tensor_of(joined)) is not None and (of_whole := tensor_of(whole)) is not None:
+        is_equal = tensor.shape == of_whole.shape and _are_equal(tensor, of_whole, rounding)
+        yield from () if is_equal else ((where, joined, whole),)
 
 
 def _are_equal(tensor: Tensor, other: Tensor, rounding: float) -> bool:
@@ -443,7 +441,9 @@ def _text(value: Any) -> str:
         return f"a text of {len(value)} characters"
     if isinstance(value, (list, tuple)):
         return f"a {type(value).__name__} of {len(value)}"
-    data = torch.as_tensor(value)
+    data = tensor_of(value)
+    if data is None:
+        return f"of type {type(value).__name__}"
     return f"{float(data):.6g}" if data.numel() == 1 and not data.is_complex() else f"a tensor of {tuple(data.shape)}"
 
 

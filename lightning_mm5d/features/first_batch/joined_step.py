@@ -196,7 +196,8 @@ class JoinedStep(UserStep):
                 self.losses[index] = loss.detach()
         self.results[index] = detached(rest)
         new = {name: value for name, value in vars(self._module).items() if value is not self.before.get(name)}
-        self.rows[index] = {name: value for name, value in new.items() if isinstance(value, (Tensor, np.ndarray))}
+        arrays = {name: value for name, value in new.items() if isinstance(value, (Tensor, np.ndarray))}
+        self.rows[index] = {name: value for name, value in arrays.items() if tensor_of(value) is not None}
         self.numbers[index] = {name: float(value) for name, value in new.items() if self._is_number(name, value)}
         self.entries[index] = _entries(self._module)
 
@@ -299,7 +300,7 @@ class Listed(NamedTuple):
 def _entries(module: LightningModule) -> dict[str, Any]:
     """What attributes of a module and dicts there hold: copies of lists, tensors and arrays, and texts.
 
-    Of dicts and sets how many entries they have; numbers in dicts alone.
+    Of dicts and sets how many entries they have; numbers in dicts alone; no tensors that `tensor_of` leaves out.
     """
     entries: dict[str, Any] = {}
     for name, value in vars(module).items():
@@ -313,11 +314,27 @@ def _entries(module: LightningModule) -> dict[str, Any]:
                 entries[path] = part
             elif isinstance(part, list):
                 entries[path] = Listed(part, [*part])
-            elif type(part) is np.ndarray and part.size <= _MOST:
+            elif type(part) is np.ndarray and part.size <= _MOST and tensor_of(part) is not None:
                 entries[path] = part.copy()
-            elif type(part) is Tensor and part.numel() <= _MOST:
+            elif type(part) is Tensor and part.numel() <= _MOST and tensor_of(part) is not None:
                 entries[path] = part.detach().clone()
     return entries
+
+
+def tensor_of(value: Any) -> Tensor | None:
+    """Return an array or a number as a tensor; None of what torch cannot compare: texts, sparse or nested tensors.
+
+    Args:
+        value: of any type.
+    """
+    if isinstance(value, Tensor):
+        return None if value.layout != torch.strided or value.is_nested or value.is_meta else value
+    if not isinstance(value, (np.ndarray, float, int)):
+        return None
+    try:
+        return torch.as_tensor(value.copy() if isinstance(value, np.ndarray) else value)  # without negative strides
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def _buffers(module: LightningModule) -> dict[str, Tensor]:

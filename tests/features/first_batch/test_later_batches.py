@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -113,3 +114,41 @@ def test_the_second_batch_tells_of_a_loss_that_is_right_in_the_first_by_chance(w
     """all: rank 0 | vision: rank 0, language: rank 1"""
     said = [text for rank in call_ranks(world, _told_of_masked, world) for text in rank]
     assert len(said) == 1
+
+
+class Holding(Toy):
+    """Has attributes that torch cannot compare, also in lists that its step appends to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {
+            "texts": np.array(["cat", "dog"]),
+            "objects": np.array([None, "dog"], dtype=object),
+            "reversed": np.arange(4)[::-1],
+            "sparse": torch.eye(3).to_sparse(),
+            "rows": torch.eye(3).to_sparse_csr(),
+            "meta": torch.ones(3, device="meta"),
+            "large": 2**70,
+        }
+        self.names, self.adjacency, self.kept = self.held["texts"], self.held["sparse"], []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.names = self.names.copy()
+        if self.trainer.world_size == 1:  # such tensors do not cross to other ranks
+            self.adjacency = self.adjacency.clone()
+            self.kept.append([*self.held.values()])
+        return self.loss(batch)
+
+
+def _told_of_held(rank: int, world: int) -> list[str]:
+    run = Run(LAYOUTS[world])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.trainer(max_steps=2, use_distributed_sampler=False).fit(Holding(), run.loader(16))
+    return [str(one.message) for one in caught if "first two microbatches" in str(one.message)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_attributes_that_torch_cannot_compare_do_not_end_the_training(world: int) -> None:
+    """all: rank 0 | vision: rank 0, language: rank 1"""
+    assert not any("self.names" in text for rank in call_ranks(world, _told_of_held, world) for text in rank)
