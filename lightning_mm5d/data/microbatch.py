@@ -510,12 +510,12 @@ def _lists_dicts(batch: Any) -> bool:
 def _may_list_images(batch: Any) -> bool:
     """Whether dicts of equal keys may be samples with images [C, H, W] that have by chance as many boxes as channels.
 
-    So may be batches of three or four samples, of several dataloaders.
+    So may be batches of three samples, of several dataloaders.
     """
     if not _are_alike(batch) or len(batch) < 2 or any(len(_rows_in(sample)) > 1 for sample in batch):
         return False
     arrays = [value for _, value in leaves(batch) if is_array(value)]
-    return any(len(value.shape) == 3 and len(value) in (3, 4) for value in arrays)
+    return any(len(value.shape) == 3 and len(value) == 3 for value in arrays)
 
 
 def _are_alike(batch: Any) -> bool:

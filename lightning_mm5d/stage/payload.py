@@ -235,11 +235,11 @@ class Packer:
 
     def _describe_container(self, tree: Any) -> Any:
         if is_dataclass(tree) and not isinstance(tree, type):
-            is_mapping = isinstance(tree, Mapping)
-            names = () if is_mapping else [f.name for f in fields(tree) if hasattr(tree, f.name)]
-            entries = tree.items() if is_mapping else ((name, getattr(tree, name)) for name in names)
-            values = [[key, self._entry(key, value)] for key, value in entries]
-            return {"c": self._class(tree), "d": values + ([] if is_mapping else self._beside(tree, names))}
+            if isinstance(tree, Mapping):
+                return {"c": self._class(tree), "d": [[key, self._entry(key, value)] for key, value in tree.items()]}
+            names = [f.name for f in fields(tree) if hasattr(tree, f.name)]
+            values = [[name, self._entry(name, getattr(tree, name))] for name in names]
+            return {"c": self._class(tree), "d": values + self._beside(tree, names)}
         if isinstance(tree, tuple) and hasattr(tree, "_fields"):
             named = zip(tree._fields, tree, strict=True)
             return {"c": self._class(tree), "l": [self._entry(key, value) for key, value in named]}
@@ -340,7 +340,7 @@ def rebuild(description: Any, tensors: list[Tensor], group: Callable[[Any], Grou
         return getattr(torch, description["y"])
     if "e" in description:
         members, member = _find_class(description["e"]), description["n"]
-        return members(member) if isinstance(member, int) else members[member]  # type: ignore[call-arg, index]
+        return members(member) if isinstance(member, int) else members[member]  # type: ignore[index]
     if "k" in description:
         values = rebuild({name: part for name, part in description.items() if name in ("d", "l", "u")}, tensors, group)
         beside = {name: rebuild(value, tensors, group) for name, value in description["v"] or ()}

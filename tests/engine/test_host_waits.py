@@ -106,7 +106,7 @@ def asked(rank: int) -> dict[str, tuple[dict[str, int], int]]:
         options = {"num_microbatches": 2, "loss_weight": "samples"}
         fit(case.build(), batches, strategy(modalities, **options), 2)
         unwatch()
-        assert steps == [True, False, *([False] if name in WRITES_BUFFERS else []), True, True]
+        assert steps == [True, *[False] * (1 + (name in WRITES_BUFFERS)), True, False, True]
         found[name] = dict(device.found), device.answered
     return found
 

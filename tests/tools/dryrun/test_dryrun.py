@@ -73,11 +73,11 @@ class Adam(Toy):
 
 class Data(L.LightningDataModule):
     def train_dataloader(self) -> Any:
-        return DataLoader(Samples(8 * M), batch_size=2 * M, shuffle=False)
+        return DataLoader(Samples(16 * M), batch_size=2 * M, shuffle=False)
 
 
 class Counted(Callback):
-    """Counts the messages of the second step."""
+    """Counts the messages of the last step; the first two are compared with others before."""
 
     def __init__(self) -> None:
         self.found: Counter[Any] = Counter()
@@ -133,7 +133,7 @@ def counted(rank: int, layout: Layout) -> Any:
         accelerator="cpu",
         devices=layout.world,
         strategy=planned(layout),
-        max_steps=2,
+        max_steps=3,
         logger=False,
         precision="64-true",
         enable_checkpointing=False,
