@@ -179,7 +179,7 @@ class Patches(Removable):
         """Refuse full backward hooks on modules around split layers, whose input and output are on different ranks."""
 
         def check(path: str, module: nn.Module, args: tuple) -> None:
-            hooked = private(module, "_backward_hooks") and private(module, "_is_full_backward_hook")
+            hooked = module._backward_hooks and private(module, "_is_full_backward_hook")
             if hooked and self._runtime.active is not None and any(x.requires_grad for _, x in tensors_in(args)):
                 rule = (
                     "It is given the gradients of the input and the output, which are on different ranks with "

@@ -201,9 +201,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         _validate(self._strategy, trainer, args[1:])
         if not self.cluster_environment.creates_processes_externally:  # else ranks meet first, and compare
+            check_checkpoint(self._strategy, trainer, function, *args, **kwargs)
             if self.num_processes > 1 and sys.argv[:1] in ([""], ["-"], ["-c"]):
                 raise _without_script("this Python reads a text or a pipe")
-            check_checkpoint(self._strategy, trainer, function, *args, **kwargs)
         _choose_port(self.cluster_environment)
         # a rank alone gets no variables either, by which a later trainer would take itself for one of several
         if not self.is_interactive_compatible and not self.cluster_environment.creates_processes_externally:

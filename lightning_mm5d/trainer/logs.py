@@ -253,7 +253,7 @@ class LogCapture:
         constant = self._constants.setdefault(place, _Constant(given, sizes))
         if constant.given != given:
             constant.given = None
-        constant.is_known |= len({*sizes, *constant.sizes}) > 1 or given == sum(sizes)
+        constant.is_known |= len({*sizes, *constant.sizes}) > 1 or given == sum(sizes) != sizes[0]
         if constant.given is None or not constant.is_known:
             return None
         return float(constant.given * len(constant.sizes))
