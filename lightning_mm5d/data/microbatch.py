@@ -504,7 +504,9 @@ def _is_sample_list(node: Any, samples: int | None, path: Path) -> bool:
 
 def _lists_dicts(batch: Any) -> bool:
     """Whether a batch is a list of samples, dicts of equal keys, as without a collation, and not of several batches."""
-    return _are_alike(batch) and any(len(_rows_in(sample)) > 1 and batch_samples(sample) is None for sample in batch)
+    return _has_equal_keys(batch) and any(
+        len(_rows_in(sample)) > 1 and batch_samples(sample) is None for sample in batch
+    )
 
 
 def _may_list_images(batch: Any) -> bool:
@@ -512,13 +514,13 @@ def _may_list_images(batch: Any) -> bool:
 
     So may be batches of three samples, of several dataloaders.
     """
-    if not _are_alike(batch) or len(batch) < 2 or any(len(_rows_in(sample)) > 1 for sample in batch):
+    if not _has_equal_keys(batch) or len(batch) < 2 or any(len(_rows_in(sample)) > 1 for sample in batch):
         return False
     arrays = [value for _, value in leaves(batch) if is_array(value)]
     return any(len(value.shape) == 3 and len(value) == 3 for value in arrays)
 
 
-def _are_alike(batch: Any) -> bool:
+def _has_equal_keys(batch: Any) -> bool:
     """Whether a batch is a list of dicts of equal keys."""
     is_list = isinstance(batch, list) and bool(batch) and all(isinstance(sample, Mapping) for sample in batch)
     return is_list and all(sample.keys() == batch[0].keys() for sample in batch)

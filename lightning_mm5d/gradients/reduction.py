@@ -136,7 +136,7 @@ class Presence:
         return Present(there, frozenset(number - self._count for number in numbers if number >= self._count))
 
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
+REQUIRES_GRAD = attrgetter("requires_grad")
 _UNDER_WAY = 2  # messages that are copies of gradients
 
 
@@ -421,7 +421,7 @@ class BucketOrder:
         What was frozen in the midst of an accumulation has a gradient of earlier batches to be summed.
         """
         with plain():
-            self._unsent.update(compress(self._identities, map(_REQUIRES_GRAD, self._everything)))
+            self._unsent.update(compress(self._identities, map(REQUIRES_GRAD, self._everything)))
         trained = (len(self._shared.all), *map(self._unsent.__contains__, self._identities))
         if trained != self._trained:
             for _, bucket in self._bucketed.get(self._trained, ()):

@@ -25,12 +25,7 @@ from typing_extensions import override
 from lightning_mm5d.checkpoint.module_state import collect_module, is_partial, load_module
 from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_optimizers
 from lightning_mm5d.checkpoint.rank_reports import RankReports, fingerprint
-from lightning_mm5d.config.errors import (
-    CheckpointCorruptError,
-    RankLostError,
-    RemoteParameterError,
-    private,
-)
+from lightning_mm5d.config.errors import CheckpointCorruptError, RankLostError, RemoteParameterError, private
 from lightning_mm5d.config.features import owned
 from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan

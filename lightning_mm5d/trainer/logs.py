@@ -153,6 +153,11 @@ def _common(values: Iterable[Any]) -> Any:
     return different.pop() if len(different) == 1 else None
 
 
+def _is_constant(given: int | None, sizes: Sequence[float]) -> bool:
+    """Whether a `batch_size` that all microbatches of these sizes gave is no count of what each has."""
+    return len({*sizes}) > 1 or given == sum(sizes) != sizes[0]
+
+
 class LogCapture:
     """Records what the user's step logs, per microbatch, instead of logging it.
 
@@ -253,7 +258,7 @@ class LogCapture:
         constant = self._constants.setdefault(place, _Constant(given, sizes))
         if constant.given != given:
             constant.given = None
-        constant.is_known |= len({*sizes, *constant.sizes}) > 1 or given == sum(sizes) != sizes[0]
+        constant.is_known |= _is_constant(given, sizes) or {*sizes} != {*constant.sizes}
         if constant.given is None or not constant.is_known:
             return None
         return float(constant.given * len(constant.sizes))
@@ -436,8 +441,7 @@ def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
 def merged_value(options: LogOptions, calls: list[LogCall]) -> float | None:
     """Return the number that is logged where microbatches log `calls`; None where these have none."""
     given, sizes = _common(call.given for call in calls), [call.microbatch[1] for call in calls]
-    is_constant = given is not None and (len({*sizes}) > 1 or given == sum(sizes))
-    value = _merge_calls(options, calls, 1.0 if is_constant else None).value
+    value = _merge_calls(options, calls, 1.0 if given is not None and _is_constant(given, sizes) else None).value
     return None if value is None else float(value)
 
 

@@ -18,7 +18,6 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -31,6 +30,7 @@ from lightning_mm5d.data.loader import split_replicas
 from lightning_mm5d.data.microbatch import Microbatch, batch_samples, counted
 from lightning_mm5d.engine.engine import Ending, Engine
 from lightning_mm5d.gradients.gradients import Gradients, published, set_aside, skipped, unfrozen
+from lightning_mm5d.gradients.reduction import REQUIRES_GRAD
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.data_accesses import refused_writes
 from lightning_mm5d.sharded.remote_value import plain
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 Parts = Mapping[int, list[Microbatch]]
-_REQUIRES_GRAD = attrgetter("requires_grad")
 _ROUNDED = 0.01  # how much a factor may differ from 1 by the dtype of a loss
 
 
@@ -207,7 +206,7 @@ class Steps:
     def trainable(self) -> frozenset[str]:
         """Return the names of the parameters that require a gradient now."""
         with plain():
-            flags = tuple(map(_REQUIRES_GRAD, self._parameters))
+            flags = tuple(map(REQUIRES_GRAD, self._parameters))
         if flags != self._trainable[0]:
             names = (name for (name, _), flag in zip(self._named, flags, strict=True) if flag)
             self._trainable = flags, frozenset(names)
