@@ -17,7 +17,7 @@ from types import FunctionType
 
 from torch import nn
 
-from lightning_mm5d.source.trees import is_call_of, is_super, method_of, next_method, tree_of
+from lightning_mm5d.source.trees import codes_in, is_call_of, is_super, method_of, next_method, tree_of
 
 # Bookkeeping of the frameworks themselves (weight tying, generation): following it would report accesses that a
 # forward pass does not make.
@@ -267,11 +267,14 @@ def used_fields(root: nn.Module, path: str, method: str) -> frozenset[str] | Non
     """
     parts, fields, calls = path.split(".") if path else [], set[str](), 0
     is_module = method == "forward"
+    callee = parts[-1] if is_module and parts else method
     for depth in range(len(parts) + (not is_module)):
         cls = type(root.get_submodule(".".join(parts[:depth])))
         for function in {method_of(cls, name) for name in dir(cls) if is_module or name != method} - {None}:
             if function is None or function.__module__.startswith(_NOT_FOLLOWED):
                 continue
+            if not any(callee in code.co_names for code in codes_in(function.__code__)):
+                continue  # most methods: their trees would be walked for nothing
             tree = tree_of(function)
             if tree is None and not is_module:
                 return None
