@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,6 +92,9 @@ SMOKE = (
     "context_parallel/test_layouts.py::test_one_modality_equals_one_process[ring-2]",
 )
 
+# tests whose lines others of the default run run too: `scripts/choose_tests.py` writes them
+LEFT_OUT = frozenset((Path(__file__).parent / "exhaustive.txt").read_text().splitlines())
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
@@ -98,6 +102,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("processes")
         if item.nodeid.endswith(SMOKE):
             item.add_marker("smoke")
+        elif item.nodeid in LEFT_OUT:
+            item.add_marker("exhaustive")
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip("needs a GPU"))
     # files that start processes come first: the last ones that workers take are then short

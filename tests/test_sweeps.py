@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,3 +47,16 @@ def test_a_file_is_dealt_the_same_cases_wherever_the_tests_lie() -> None:
         one, other = (default(dealt(f"{root}/tests/room/test_x.py", COLUMNS, count)) for root in ("/here", "/there"))
         assert one == other
         assert len(one) == count
+
+
+def test_what_is_left_out_for_its_lines_is_a_test() -> None:
+    tests = Path(__file__).parent
+    left_out = {name.partition("[")[0] for name in (tests / "exhaustive.txt").read_text().splitlines()}
+    files = {name.partition("::")[0] for name in left_out}
+    functions = {
+        f"{file}::{node.name}"
+        for file in files
+        for node in ast.walk(ast.parse((tests.parent / file).read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert left_out <= functions
