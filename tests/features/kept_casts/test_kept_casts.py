@@ -133,6 +133,26 @@ class Twice(Precise):
         return super().training_step(batch, batch_idx) + super().training_step(other, batch_idx)
 
 
+class Later(Precise):
+    """Uses its encoder twice from the second step on, whose batches have other images."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {**batch, "other": batch["images"].flip(1)} if self.global_step else batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if "other" in batch:
+            loss = loss + super().training_step({**batch, "images": batch["other"]}, batch_idx)
+        return loss
+
+
+class Thawed(Twice):
+    """Trains the encoder, which it uses twice, from the second step on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.encoder.requires_grad_(batch_idx > 0)
+
+
 class Clamping(Precise):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with torch.no_grad():
@@ -161,9 +181,9 @@ def test_casts_that_could_change_a_number_are_not_kept() -> None:
         return weights(module)
 
     def both(rank: int) -> None:
-        for kind in (WritingData, SwappingData, Twice):
+        for kind in (WritingData, SwappingData, Twice, Later, Thawed):
             got = trained(kind)
-            with patch.object(CastingOnce, "entered", lambda _, context, stage: context()):
+            with patch.object(CastingOnce, "entered", lambda _, context, way: context()):
                 expected = trained(kind)
             for name, value in expected.items():
                 assert torch.equal(got[name], value), (kind, name)
@@ -178,7 +198,7 @@ def test_casts_that_are_kept_change_no_bit() -> None:
     def both(rank: int) -> Any:
         cases = [(PIPE, "1f1b"), (PIPE, "zero_bubble"), (AGAIN, "1f1b")]
         kept = [trained(layout, 4, schedule)[1] for layout, schedule in cases]
-        with patch.object(CastingOnce, "entered", lambda _, context, stage: context()):
+        with patch.object(CastingOnce, "entered", lambda _, context, way: context()):
             return kept, [trained(layout, 4, schedule)[1] for layout, schedule in cases]
 
     kept, cast = run_ranks(3, both)[0]
