@@ -9,12 +9,16 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
+from context_parallel.runs import text
 from features.test_precision import Precise, Singles
 from features.toys import LANGUAGE, PIPE, VISION, Layout, Run, assert_same, weights
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.features.kept_casts import CastingOnce
+from parity.harness import Batches
 from ranks import run_ranks
+from zoo import CASES
 
 ONE = Layout({"model": Modality()}, 1)
 """the whole model: rank 0"""
@@ -166,6 +170,18 @@ def test_writes_to_weights_stay_allowed_without_autocast() -> None:
     def on_rank(rank: int) -> None:
         run = Run(ONE)
         run.trainer(precision="32-true").fit(Clamping(), run.training(Singles(16)), run.loader(Singles(8)))
+
+    run_ranks(1, on_rank)
+
+
+def test_casts_are_kept_where_a_head_is_fused_with_its_loss() -> None:
+    """language: rank 0"""
+    fused = Layout({"language": Modality(compute={"fused_linear_cross_entropy": True})}, 1)
+
+    def on_rank(rank: int) -> None:
+        with patch.object(CastingOnce, "_stop", side_effect=AssertionError("a weight is cast twice")):
+            batches = DataLoader(Batches(text(2)), batch_size=None)
+            Run(fused).trainer(precision="bf16-mixed").fit(CASES["llama"].build(), batches, batches)
 
     run_ranks(1, on_rank)
 
