@@ -216,6 +216,11 @@ class SharedParameter:
         return self.rests_own or self.traffic.parameters is not None
 
     @property
+    def is_rounded(self) -> bool:
+        """Whether the local tensor has rounded rows, also of what was frozen after it was trained."""
+        return self._gathered is not None and not self.rests_own
+
+    @property
     def is_hidden(self) -> bool:
         """Whether it shows NaN in a step that computes with own rows."""
         return self.shows_rows and isinstance(self.parameter, Closed)
@@ -474,7 +479,7 @@ class SharedParameters:
 
     def _make_exact(self) -> list[SharedParameter]:
         """Let local tensors that have rounded rows have exact ones; return their parameters."""
-        rounded = [p for p in self.all if not p.rests_own and p.is_apart and p.parameter.requires_grad]
+        rounded = [shared for shared in self.all if shared.is_rounded]
         for shared in rounded:
             shared.adopt_changes()
         self._fetch(rounded, exact=True)

@@ -40,8 +40,9 @@ class KeptCasts(Feature):
 class CastingOnce:
     """Keeps autocast's copies within training steps, unless these write to trained weights or use one twice.
 
-    The first microbatch of each stage keeps none, and shows both. A write to `parameter.data` leaves no trace, so an
-    access to it by a microbatch drops all copies, and none are kept from then on.
+    The first microbatch of each stage and structure keeps none, and shows both; again where other weights are trained.
+    A write to `parameter.data` leaves no trace, so an access to it by a microbatch drops all copies, and none are kept
+    from then on.
 
     Args:
         module: the LightningModule.
@@ -68,7 +69,9 @@ class CastingOnce:
             return
         with plain():
             self._trained = [(name, p) for name, p in self._named if p.requires_grad and not is_remote(p)]
-        self._ids = frozenset(id(parameter) for _, parameter in self._trained)
+        ids = frozenset(id(parameter) for _, parameter in self._trained)
+        if ids != self._ids:  # of what was frozen before, no microbatch has shown how often it is cast
+            self._ids, self._tried = ids, set()
         self._versions = self._counts()
         outermost = torch.autocast(
             self._kind,
@@ -82,13 +85,13 @@ class CastingOnce:
 
     @contextmanager
     def entered(
-        self, context: Callable[[], AbstractContextManager[Any]], stage: Callable[[], Hashable]
+        self, context: Callable[[], AbstractContextManager[Any]], way: Callable[[], Hashable]
     ) -> Iterator[None]:
         """Enter what `context` returns around a microbatch of a training step; autocast in it keeps its copies.
 
         Args:
             context: sets up autocast.
-            stage: returns the stage that the microbatch passes.
+            way: returns the stage that the microbatch passes, and its structure.
         """
         with context():
             if not torch.is_autocast_enabled(self._kind):
@@ -96,7 +99,7 @@ class CastingOnce:
             elif not self._keeps:
                 yield
                 torch.clear_autocast_cache()  # contexts of the user's own keep copies until the outermost ends
-            elif (name := stage()) in self._tried:
+            elif (taken := way()) in self._tried:
                 torch.set_autocast_cache_enabled(True)  # until the context ends, which sets it back
                 with self._inside():
                     yield
@@ -106,7 +109,7 @@ class CastingOnce:
                     yield
                 if uses.repeat or self._written():
                     self._stop()
-                self._tried.add(name)
+                self._tried.add(taken)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

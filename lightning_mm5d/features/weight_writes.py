@@ -118,6 +118,7 @@ class _Step(AroundStep):
         self._norms = dict[str, Tensor]()  # of those that runs have written to
         self._counts = dict[str, int]()
         self._doubts: list[tuple[Tensor, str, str]] = []  # whether a write is refused, to which weight, and why
+        self._running, self._are_beside = 0, False  # runs, and whether there were several at a time
 
     @contextmanager
     def forward(self, run: Run, action: Action) -> Iterator[None]:
@@ -126,19 +127,23 @@ class _Step(AroundStep):
         order = _Order(known, counts_all=not self._step.trains) if known else nullcontext()
         before = self._versions()
         watched = self._watched
+        self._running += 1
+        self._are_beside |= self._running > 1
         with written(self._weights, watched.names) as names, watched.looks.noted() as shown, order as early:
             yield
+        self._running -= 1
         self._written |= {name: 1 for name, version in self._versions().items() if version != before[name]}
         counts = names()
         for name, (memory, was) in shown.items():
             if name not in counts and not torch.allclose(memory, was, rtol=0.0, atol=0.0, equal_nan=True):
                 raise self._refusal(name, "and a write past torch leaves no trace, so that ranks cannot take it over")
         for name, count in counts.items():
-            self._written[name] = max(count, self._written.get(name, 0))
+            # a run counts the writes of those beside it, too
+            self._written[name] = max(1 if self._are_beside else count, self._written.get(name, 0))
             if is_remote(self._weights[name]):
                 continue
             norm = _norm(self._weights[name])
-            if self._counts.setdefault(name, count) != count:
+            if not self._are_beside and self._counts.setdefault(name, count) != count:
                 changes = [torch.ones_like(norm[0]).bool()] if early is None else early.changes.get(name, [])
                 self._doubts += [(change, name, "and one has ended between two writes") for change in changes]
             if self._step.fails:

@@ -96,8 +96,8 @@ class Casting(Protocol):
     def step(self) -> AbstractContextManager[None]:
         """Return what is entered around a step."""
 
-    def entered(self, context: Context, stage: Callable[[], Hashable]) -> AbstractContextManager[None]:
-        """Return what enters `context` around a microbatch of the `stage`."""
+    def entered(self, context: Context, way: Callable[[], Hashable]) -> AbstractContextManager[None]:
+        """Return what enters `context` around a microbatch that takes the `way` through the model."""
 
 
 class FirstBatch(NamedTuple):
@@ -226,7 +226,7 @@ class Steps:
         is_gathered, plain_context = self._is_gathered(), context
         casting = None if is_gathered else self.casting
         if casting is not None:
-            context = partial(casting.entered, context, self._engine.stage)
+            context = partial(casting.entered, context, lambda: self._way(step))
         batch, *arguments = arguments
         # a resumed run may begin with the last batch of an epoch
         is_first = not self._has_trained and self._module.global_step == 0
@@ -292,6 +292,13 @@ class Steps:
         loss = published(result.loss.to(self._device), publish)
         outputs = _by_name(result.outputs)
         return loss if outputs is None else {**outputs, "loss": loss}
+
+    def _way(self, step: UserStep) -> Hashable:
+        """Return what is equal for runs that take the same way through the model, as the one does that is beginning."""
+        action = self._engine.action
+        assert action is not None
+        replica, index = divmod(action.microbatch, self._engine.count)
+        return action.stage, step.structure(step.microbatches[replica][index].batch)
 
     def _check_written(self, result: StepResult, step: UserStep) -> None:
         """Refuse a step that wrote to what this rank holds where it ends, and here had ended before."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 
 from features.toys import PAIR, Layout, Run, Toy, alone, assert_same, weights
 from lightning_mm5d import ConfigError, Modality
-from lightning_mm5d.features.weight_writes import Looks, _Buffer, _differ, _norm, written
+from lightning_mm5d.features.weight_writes import Looks, _Buffer, _differ, _norm, _Step, written
 from lightning_mm5d.sharded.data_accesses import accesses
 from lightning_mm5d.sharded.remote_value import Guard, Origin, make_placeholder
 from ranks import run_ranks
@@ -49,6 +51,25 @@ def test_a_write_shows_wherever_the_weight_is(name: str, is_here: bool) -> None:
     with torch.no_grad(), written(weights, {id(one): name for name, one in weights.items()}) as found:
         (WRITES | READS)[name](weight)
     assert list(found()) == (["weight"] if name in WRITES else [])
+
+
+def test_microbatches_side_by_side_may_clamp_a_weight_before_their_layers() -> None:
+    weight = nn.Parameter(torch.randn(8))
+    weights = {"weight": weight}
+    looks = Looks(weights)
+    watched: Any = SimpleNamespace(weights=weights, names={id(weight): "weight"}, buffers={}, looks=looks)
+    step = SimpleNamespace(weights_written={}, trains=True, fails=False, name="training_step", hooks="on_train_batch")
+    around, run = _Step(watched, step), cast("Any", None)
+    try:
+        with torch.no_grad(), ExitStack() as first, ExitStack() as second:
+            first.enter_context(around.forward(run, run))
+            weight.clamp_(-0.1, 0.1)
+            second.enter_context(around.forward(run, run))
+            weight.clamp_(-0.1, 0.1)
+            first.close()
+    finally:
+        looks.remove()
+    assert step.weights_written == {"weight": 1}
 
 
 def test_a_buffer_that_is_no_number_is_written_by_nobody() -> None:

@@ -107,9 +107,10 @@ class FusedHeads(Removable):
                 return None
         elif type(hidden) is not Tensor:
             return None
-        # of no rows: tells the dtype, and lets parameters that are not here yet arrive
+        # of no rows and classes: tells the dtype, and lets parameters that are not here yet arrive
         local = hidden.local if isinstance(hidden, Sharded) else hidden
-        example = F.linear(local.detach().narrow(-2, 0, 0), head.weight, head.bias)
+        bias = None if head.bias is None else head.bias[:0]
+        example = F.linear(local.detach().narrow(-2, 0, 0), head.weight[:0], bias)
         if type(example) is not Tensor or not example.is_floating_point() or example.is_meta:
             return None
         logits = lazy_logits(Head(module=head, dtype=example.dtype, columns=columns), hidden)

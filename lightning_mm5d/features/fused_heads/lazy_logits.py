@@ -462,7 +462,8 @@ def _cross_entropy(func: Callable[..., Any], x: LazyLogits, args: Sequence[Any],
     goal = target
     if isinstance(hidden, Sharded):
         goal = hidden.group.local_of(target, 0, hidden.group.lengths)
-    losses = linear_row_losses(*family.head.operands(hidden), goal, compute)
+    with torch.autocast(hidden.device.type, enabled=False, cache_enabled=False):  # its cast weight serves no other call
+        losses = linear_row_losses(*family.head.operands(hidden), goal, compute)
     family.has_loss = True
     group = hidden.group if isinstance(hidden, Sharded) else None
     return reduced_losses(losses, target, group, reduction, options.get("ignore_index", -100)).to(dtype)

@@ -14,8 +14,8 @@ lets go of them; views share the copy of their storage. (3) While the action bef
 back, and the backward frees them one by one.
 
 A microbatch stays on the device where its backward follows within two actions: it would be fetched before it has left.
-So do parameters, buffers, the batch, and what is sent and received, which others keep on the device anyway; and
-storages of less than `SMALLEST` bytes.
+So do parameters, buffers, copies of parameters that autocast keeps for all microbatches, the batch, and what is sent
+and received, which others keep on the device anyway; and storages of less than `SMALLEST` bytes.
 
 What an operation in place changes after it was saved fails in the backward, as it does without hooks.
 """
@@ -267,7 +267,7 @@ class SavedActivations:
 
     def _pack(self, tensor: Tensor) -> Saved:
         saved = Saved(tensor)
-        if self._applies():
+        if self._applies() and not (torch.is_autocast_cache_enabled() and _is_cast_parameter(tensor)):
             self._saved.append(weakref.ref(saved))
         return saved
 
@@ -305,6 +305,17 @@ class SavedActivations:
         """Begin to copy back what the graph still needs."""
         for stored in [alive for ref in self._stored if (alive := ref()) is not None]:
             stored.fetch()
+
+
+def _is_cast_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter in another dtype, or a view of that."""
+    node = tensor.grad_fn
+    while node is not None and node.name() in _CASTS:
+        node = node.next_functions[0][0]
+    return isinstance(getattr(node, "variable", None), nn.Parameter)
+
+
+_CASTS = frozenset(f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "View"))
 
 
 def _storage(saved: Saved) -> Any:

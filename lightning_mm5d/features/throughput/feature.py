@@ -280,8 +280,10 @@ class ThroughputFigures(Attached, AroundSteps, AroundStep):
             return
         self._measured += 1
         self._tokens.clear()
-        # copies run in other threads, where nothing counts
-        self._undo.callback(put(self._running.engine, "beside", None))
+        if (beside := self._running.engine.beside) is not None:
+            # copies run in other threads, where nothing counts; ranks that share experts agree, and may not count
+            applies = beside.applies
+            self._undo.callback(put(beside, "applies", lambda *of, known: applies(*of, known=False)))
         for name in self._served:
             self._hook(self._undo, name, self._tokens, each=False)
         self._count = FlopCount(self._running.module, self._owners, self._copies, self._partition.loss_modality)

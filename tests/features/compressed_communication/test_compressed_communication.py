@@ -137,6 +137,27 @@ def test_what_is_no_narrower_changes_nothing() -> None:
     assert all(torch.equal(plain["weights"][key], same["weights"][key]) for key in plain["weights"])
 
 
+class Freezing(Single):
+    """Trains its encoder for an epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        self.encoder.requires_grad_(self.current_epoch == 0)
+
+
+def frozen(run: Run) -> dict[str, Any]:
+    module, trainer = Freezing(), run.trainer(max_epochs=2)
+    trainer.fit(module, run.training(32))
+    return weights(module)
+
+
+def test_what_was_frozen_after_it_was_trained_is_exact_after_the_run() -> None:
+    first = together(layout({"parameters": BF16}, zero=1), frozen)[0]
+    rounded = [
+        name for name, value in first.items() if value.dim() == 2 and torch.equal(value, value.bfloat16().float())
+    ]
+    assert not rounded
+
+
 def hurt(run: Run) -> dict[str, Any]:
     """One sample of one replica is NaN."""
     samples, module = toys.Samples(32), Single()

@@ -9,12 +9,16 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
+from context_parallel.runs import text
 from features.test_precision import Precise, Singles
 from features.toys import LANGUAGE, PIPE, VISION, Layout, Run, assert_same, weights
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.features.kept_casts import CastingOnce
+from parity.harness import Batches
 from ranks import run_ranks
+from zoo import CASES
 
 ONE = Layout({"model": Modality()}, 1)
 """the whole model: rank 0"""
@@ -133,6 +137,26 @@ class Twice(Precise):
         return super().training_step(batch, batch_idx) + super().training_step(other, batch_idx)
 
 
+class Later(Precise):
+    """Uses its encoder twice from the second step on, whose batches have other images."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {**batch, "other": batch["images"].flip(1)} if self.global_step else batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if "other" in batch:
+            loss = loss + super().training_step({**batch, "images": batch["other"]}, batch_idx)
+        return loss
+
+
+class Thawed(Twice):
+    """Trains the encoder, which it uses twice, from the second step on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.encoder.requires_grad_(batch_idx > 0)
+
+
 class Clamping(Precise):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with torch.no_grad():
@@ -150,6 +174,18 @@ def test_writes_to_weights_stay_allowed_without_autocast() -> None:
     run_ranks(1, on_rank)
 
 
+def test_casts_are_kept_where_a_head_is_fused_with_its_loss() -> None:
+    """language: rank 0"""
+    fused = Layout({"language": Modality(compute={"fused_linear_cross_entropy": True})}, 1)
+
+    def on_rank(rank: int) -> None:
+        with patch.object(CastingOnce, "_stop", side_effect=AssertionError("a weight is cast twice")):
+            batches = DataLoader(Batches(text(2)), batch_size=None)
+            Run(fused).trainer(precision="bf16-mixed").fit(CASES["llama"].build(), batches, batches)
+
+    run_ranks(1, on_rank)
+
+
 def test_casts_that_could_change_a_number_are_not_kept() -> None:
     """the whole model: rank 0. Compared with casts for each use, bit by bit."""
 
@@ -161,9 +197,9 @@ def test_casts_that_could_change_a_number_are_not_kept() -> None:
         return weights(module)
 
     def both(rank: int) -> None:
-        for kind in (WritingData, SwappingData, Twice):
+        for kind in (WritingData, SwappingData, Twice, Later, Thawed):
             got = trained(kind)
-            with patch.object(CastingOnce, "entered", lambda _, context, stage: context()):
+            with patch.object(CastingOnce, "entered", lambda _, context, way: context()):
                 expected = trained(kind)
             for name, value in expected.items():
                 assert torch.equal(got[name], value), (kind, name)
@@ -178,7 +214,7 @@ def test_casts_that_are_kept_change_no_bit() -> None:
     def both(rank: int) -> Any:
         cases = [(PIPE, "1f1b"), (PIPE, "zero_bubble"), (AGAIN, "1f1b")]
         kept = [trained(layout, 4, schedule)[1] for layout, schedule in cases]
-        with patch.object(CastingOnce, "entered", lambda _, context, stage: context()):
+        with patch.object(CastingOnce, "entered", lambda _, context, way: context()):
             return kept, [trained(layout, 4, schedule)[1] for layout, schedule in cases]
 
     kept, cast = run_ranks(3, both)[0]

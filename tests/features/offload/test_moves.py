@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -90,6 +91,27 @@ def test_views_of_one_tensor_travel_once() -> None:
     memory = HostMemory(CPU)
     gradients(views, memory)
     assert memory.bytes_out == 32 * 32 * 4 + 32 * 11 * 4  # `hidden`, and the copy that flips a third of it
+
+
+def test_a_copy_of_a_weight_that_autocast_keeps_for_all_microbatches_stays() -> None:
+    layer, inputs = nn.Linear(32, 32), torch.randn(3, 32, 32)
+
+    def gradient(memory: HostMemory | None) -> Tensor:
+        layer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            for x in inputs:
+                saved = nullcontext() if memory is None else SavedActivations(memory, lambda: True)
+                with saved:
+                    loss = layer(x).exp().sum()
+                if isinstance(saved, SavedActivations):
+                    saved.leave(layer.parameters(), lambda count: None)
+                loss.backward()
+        assert layer.weight.grad is not None
+        return layer.weight.grad.clone()
+
+    memory = Emptied(CPU)
+    torch.testing.assert_close(gradient(memory), gradient(None), rtol=0.0, atol=0.0)
+    assert memory.bytes_out == 3 * 2 * 2 * 32 * 32  # of each microbatch the cast input, and what `exp` returns
 
 
 def test_a_tensor_that_was_changed_in_place_fails_in_the_backward() -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from features.interleaving.test_interleaved import side_by_side
+from lightning_mm5d.features.throughput.feature import ModalityThroughput
 from ranks import call_ranks
 
 from .composed_training import Composition, Mixture, trained
@@ -72,13 +74,24 @@ def test_more_forms_of_experts_side_by_side_equal_one_process(world: int, cases:
 
 
 class Unlike(Mixture):
-    """Calls its model twice for some microbatches, which other replicas need not have at the same time."""
+    """Calls its model twice for some microbatches, which other replicas need not have at the same time.
+
+    Nor do they count the flops of the same steps, as their batches have unlike shapes.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         side_by_side(self)
 
+    def configure_callbacks(self) -> list[Callback]:
+        return [ModalityThroughput(available_flops=1e12)]
+
+    def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+        ids = batch["input_ids"]
+        return {**batch, "unused": ids.new_zeros(len(ids), 1 + int(ids.sum()) % 3)}
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        batch = {name: tensor for name, tensor in batch.items() if name != "unused"}
         loss = super().training_step(batch, batch_idx)
         if int(batch["input_ids"].sum()) % 2:
             flipped = {name: tensor.flip(1) for name, tensor in batch.items()}
