@@ -49,9 +49,11 @@ from lightning_mm5d.features.full_views.full_states import (
     refuse_gradient,
     set_data,
 )
-from lightning_mm5d.features.full_views.viewed_hooks import APART, Hook, common, of_all, of_users
+from lightning_mm5d.features.full_views.viewed_hooks import APART, Hook, common, of_all, of_users, tell_full_shapes
+from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import join_late, message_device
 from lightning_mm5d.sharded.remote_value import Placeholder, is_remote, plain
+from lightning_mm5d.stage import Runtime
 from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.trainer.feature import Attached, Feature, Running, is_of_user
 from lightning_mm5d.trainer.hidden_gradients import is_stand_in, stand_in
@@ -63,6 +65,10 @@ _NOWHERE = -(2**62)
 
 class FullViews(Feature):
     """Shows full tensors in the hooks of the module and of callbacks, and where the strategy is asked for them."""
+
+    def cut(self, runtime: Runtime, plan: Plan, device: torch.device) -> Callable[[], None] | None:
+        """Stand before `configure_optimizers`, which runs earlier."""
+        return tell_full_shapes(runtime.root, plan)
 
     def attach(self, running: Running) -> Attached:
         """Stand before the hooks that users wrote."""

@@ -7,6 +7,7 @@ place of a part of a value (`APART`).
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -16,10 +17,14 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mm5d.config.errors import private
+from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import of_all_ranks
+from lightning_mm5d.sharded.remote_value import is_remote, plain
+from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.trainer.feature import is_of_user
 
 _LOOPS = ("train", "validation", "test", "predict")
@@ -60,11 +65,11 @@ class Hook(NamedTuple):
 
 def of_users(owners: Iterable[Any], names: Iterable[str]) -> list[Hook]:
     """Return the hooks of these names that users wrote, but for callbacks that average local tensors."""
-    kept = [owner for owner in owners if not isinstance(owner, WeightAveraging | StochasticWeightAveraging)]
     hooks = [
         Hook(owner, name, getattr(owner, name, None), vars(owner), name)
-        for owner in kept
-        for name in dict.fromkeys(names)
+        for owner in owners
+        if not isinstance(owner, WeightAveraging | StochasticWeightAveraging)
+        for name in names
     ]
     return [hook for hook in hooks if callable(hook.call) and is_of_user(hook.call)]
 
@@ -97,3 +102,46 @@ def common(hooks: list[Hook], group: dist.ProcessGroup | None) -> list[Hook]:
     local_codes = torch.tensor([*codes, *[-1] * (int(most) - len(codes))], dtype=torch.int64)
     shared = set.intersection(*map(set, of_all_ranks(local_codes, group).tolist()))
     return [hook for hook, code in zip(hooks, codes, strict=True) if code in shared]
+
+
+class FullShaped(nn.Parameter):
+    """A shard that tells the shape of the full tensor.
+
+    Attributes:
+        full: a tensor of that shape on the meta device.
+    """
+
+    full: Tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_told = func in _SHAPES and isinstance(args[0], FullShaped)
+        with plain():
+            return func(vars(args[0])["full"], *args[1:], **kwargs or {}) if is_told else func(*args, **kwargs or {})
+
+
+_SHAPE: Any = Tensor.shape
+_SHAPES = {_SHAPE.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__}
+
+
+def tell_full_shapes(module: nn.Module, plan: Plan) -> Callable[[], None] | None:
+    """Let a `configure_optimizers` of the user's see full shapes; return what undoes it."""
+    configure: Any = getattr(module, "configure_optimizers", None)
+    if plan.layout.size == 1 or not is_of_user(configure):
+        return None
+
+    @functools.wraps(configure)
+    def told() -> Any:
+        named = [(plan.shapes.get(name), p) for name, p in module.named_parameters() if not is_remote(p)]
+        shards = [(p, type(p), shape) for shape, p in named if shape is not None and p.shape != shape]
+        try:
+            for parameter, _, shape in shards:
+                vars(parameter)["full"] = torch.empty(shape, dtype=parameter.dtype, device="meta")
+                parameter.__class__ = FullShaped
+            return configure()
+        finally:
+            for parameter, kind, _ in shards:
+                parameter.__class__ = kind
+                vars(parameter).pop("full", None)
+
+    return put(module, "configure_optimizers", told)

@@ -64,6 +64,16 @@ class NormalisesAfterSteps(Ordinary):
                 parameter.div_(parameter.norm())
 
 
+@row(SECTION, "learning rates by the width of a weight (muP), and a decay for large ones, in `configure_optimizers`")
+class RatesByWidth(Ordinary):
+    def configure_optimizers(self) -> Any:
+        self.seen.append(sum(p.numel() for p in self.parameters()))
+        groups = [
+            {"params": [p], "lr": 1 / p.shape[-1], "weight_decay": 0.1 * (p.numel() > 100)} for p in self.parameters()
+        ]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
 @row(SECTION, "`state_dict` of a callback keeps the norm of the weights")
 def kept(run: Run) -> dict[str, Any]:
     module = Ordinary()
