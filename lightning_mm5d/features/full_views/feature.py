@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError, RankLostError, RankMismatchError, RemoteParameterError
@@ -37,6 +36,7 @@ from lightning_mm5d.data_parallel.shared_parameters import forget_node
 from lightning_mm5d.engine.codec import broadcast
 from lightning_mm5d.expert_parallel import parameters_of
 from lightning_mm5d.features.full_views.full_states import (
+    DTYPES,
     Awaited,
     Form,
     FullStates,
@@ -45,37 +45,30 @@ from lightning_mm5d.features.full_views.full_states import (
     PartExchange,
     check_kept,
     get_data,
-    hooks_of_all,
     partial_names,
+    refuse_gradient,
     set_data,
 )
+from lightning_mm5d.features.full_views.viewed_hooks import APART, Hook, common, of_all, of_users, tell_full_shapes
+from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import join_late, message_device
 from lightning_mm5d.sharded.remote_value import Placeholder, is_remote, plain
-from lightning_mm5d.stage import StageError
+from lightning_mm5d.stage import Runtime
 from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.trainer.feature import Attached, Feature, Running, is_of_user
 from lightning_mm5d.trainer.hidden_gradients import is_stand_in, stand_in
 from lightning_mm5d.trainer.optimization import SUMMED_LATE, is_summed_late
 
 _KINDS: tuple[Kind, ...] = ("values", "gradients", "states")
-_DTYPES = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    *(torch.float8_e4m3fn, torch.float8_e5m2),
-)
 _NOWHERE = -(2**62)
-_LOOPS = ("train", "validation", "test", "predict")
-_HOOKS = (
-    *("on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end", "teardown"),
-    *(f"on_{loop}_{when}" for loop in _LOOPS for when in ("start", "end", "epoch_start", "epoch_end")),
-    *(f"on_{loop}_batch_{when}" for loop in _LOOPS for when in ("start", "end")),
-    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
-    *("configure_gradient_clipping", "on_save_checkpoint", "on_load_checkpoint"),
-)
 
 
 class FullViews(Feature):
     """Shows full tensors in the hooks of the module and of callbacks, and where the strategy is asked for them."""
+
+    def cut(self, runtime: Runtime, plan: Plan, device: torch.device) -> Callable[[], None] | None:
+        """Stand before `configure_optimizers`, which runs earlier."""
+        return tell_full_shapes(runtime.root, plan)
 
     def attach(self, running: Running) -> Attached:
         """Stand before the hooks that users wrote."""
@@ -101,52 +94,53 @@ class _FullViews(Attached):
         self._states = FullStates(self._exchange, self._group, self._device)
         self._opened: set[Kind] = set()
         self._is_entered = self._is_shown = self._shares = self._meets = False
+        self._shown: list[Form] = []
+        self._place = ""
         self._swapped: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._calls: list[tuple[nn.Module, AbstractContextManager[None]]] = []
         guard.shows_full = not self._forms
         guard.suspended, guard.entered = self.suspended, self.entered
-        self._watch_hooks([module, *vars(running.trainer)["callbacks"]])
+        self._watch_hooks(running.trainer)
 
     # --- hooks ---
 
-    def _watch_hooks(self, owners: Iterable[Any]) -> None:
-        """Show full tensors in the hooks of `owners` that users wrote."""
+    def _watch_hooks(self, trainer: Any) -> None:
+        """Show full tensors in the hooks that users wrote."""
         predicts_apart = self._plan.layout.num_replicas > 1  # replicas may predict unequal numbers of batches
-        hooks: list[tuple[Any, str, Any]] = []
-        for owner in owners if self._forms else ():
-            if isinstance(owner, WeightAveraging | StochasticWeightAveraging):
-                continue  # they average local tensors
-            for name in _HOOKS:
-                hook = getattr(owner, name, None)
-                if callable(hook) and is_of_user(hook):
-                    hooks.append((owner, name, hook))
-        watched = hooks_of_all(hooks, self._group if self._forms else None)
-        for owner, name, hook in watched:
-            self._watch(owner, name, hook, shares=not (predicts_apart and "predict" in name))
+        watched = common(of_all(trainer, self._module), self._group) if self._forms else []
+        for hook in watched:
+            place = f"the end of {type(hook.owner).__name__}.{hook.name}"
+            shares = not (predicts_apart and "predict" in hook.name)
+            self._watch(hook, functools.partial(self.entered, place, shares=shares))
+        owners = [self._module, *vars(trainer)["callbacks"], *trainer.loggers]
+        apart = of_users(owners, APART) if self._forms else []
+        for hook in apart:
+            self._watch(hook, functools.partial(self._withheld, f"{type(hook.owner).__name__}.{hook.name}"))
         steps = self._forms and is_of_user(self._module.optimizer_step)
         if steps:
             self._watch_step(self._module)
-        if watched or steps:
+        if watched or apart or steps:
             self._watch_calls()
 
-    def _watch(self, owner: Any, name: str, hook: Callable[..., Any], *, shares: bool) -> None:
-        before = vars(owner).get(name)
-        place = f"the end of {type(owner).__name__}.{name}"
+    def _watch(self, hook: Hook, view: Callable[[], AbstractContextManager[None]]) -> None:
+        owner, _, call, holder, key = hook
+        before = holder.get(key)
 
-        @functools.wraps(hook)
+        @functools.wraps(call)
         def viewed(*args: Any, **kwargs: Any) -> Any:
-            with self.entered(place, shares=shares):
-                result = hook(*args, **kwargs)
+            with view():
+                result = call(*args, **kwargs)
                 check_kept(owner, self._forms if "values" in self._opened else ())
                 return result
 
         def undo() -> None:
-            if vars(owner).get(name) is viewed:
-                vars(owner).pop(name)
-                if before is not None:
-                    vars(owner)[name] = before
+            if holder.get(key) is viewed:
+                if before is None:
+                    holder.pop(key)
+                else:
+                    holder[key] = before
 
-        vars(owner)[name] = viewed
+        holder[key] = viewed
         self.changes.callback(undo)
 
     def _watch_step(self, module: pl.LightningModule) -> None:
@@ -182,7 +176,7 @@ class _FullViews(Attached):
                 self._calls.pop()[1].__exit__(None, None, None)
                 for _, tensor in tensors_in(result):
                     if tensor.requires_grad:
-                        tensor.register_hook(functools.partial(_refuse_gradient, path))
+                        tensor.register_hook(functools.partial(refuse_gradient, path))
 
         for path, module in self._module.named_modules():
             if any(name in apart for name, _ in module.named_parameters(path, recurse=False)):
@@ -210,7 +204,11 @@ class _FullViews(Attached):
                 self._open(kind)
             yield
             return
-        self._is_entered, self._shares = True, shares
+        if self._is_shown:  # the strategy is asked for what is withheld, which is for all ranks to do
+            with self._suspension(place), self.entered(place, *opens, shares=shares):
+                yield
+            return
+        self._is_entered, self._shares, self._place = True, shares, "a hook"
         try:
             self._show()
             for kind in opens:
@@ -224,6 +222,19 @@ class _FullViews(Attached):
             raise
         finally:
             self._is_entered = False
+            self._restore()
+
+    @contextmanager
+    def _withheld(self, place: str) -> Iterator[None]:
+        """Enter where ranks need not come together: shapes are full there, and a part of a value raises an error."""
+        if self._is_entered or self._is_shown:
+            yield
+            return
+        self._shares, self._place = False, place
+        try:
+            self._show()
+            yield
+        finally:
             self._restore()
 
     def suspended(self, place: str) -> AbstractContextManager[None]:
@@ -247,7 +258,9 @@ class _FullViews(Attached):
     def _show(self) -> None:
         self._guard.shows_full = self._shares
         with plain():
-            for form in self._forms:
+            is_all = self._is_entered  # else only what is there in part
+            self._shown = [form for form in self._forms if is_all or get_data(form.parameter).shape != form.shape]
+            for form in self._shown:
                 parameter = form.parameter
                 form.data, form.grad, form.kind = get_data(parameter), parameter.grad, type(parameter)
                 parameter.grad = None
@@ -265,16 +278,16 @@ class _FullViews(Attached):
         if not self._shares:
             name = next(form.name for form in self._forms)
             raise RemoteParameterError(
-                f"{kind} of parameters such as `{name}` are read in a hook that replicas may call unequally often, so "
-                "that ranks cannot gather them there. Read them in on_predict_start or on_fit_end, or in a callback of "
-                "a fit"
+                f"{kind} of parameters such as `{name}` are read in {self._place}, which ranks may call unequally "
+                "often, so that they cannot gather them there. Read them in a hook that all ranks call, such as "
+                "on_train_epoch_start, on_predict_start or on_fit_end, and keep what comes of them in an attribute"
             )
         self._meet(kind)
 
     def _leave(self, place: str) -> None:
         """Serve other ranks until all are at `place`; then take over what was written."""
         with plain():
-            has_new = any(form.parameter.grad is not None for form in self._forms)
+            has_new = any(form.parameter.grad is not None for form in self._shown)
         if has_new and "gradients" not in self._opened:  # a backward of the hook has added some
             self._open("gradients")
         if self._shares:
@@ -334,7 +347,7 @@ class _FullViews(Attached):
         self._is_shown, self._guard.shows_full = False, not self._forms
         self._states.restore()
         with torch.inference_mode(False), torch.no_grad(), plain():
-            for form in self._forms:
+            for form in self._shown:
                 parameter = form.parameter
                 parameter.grad = None
                 vars(parameter).pop("opens", None)
@@ -412,9 +425,9 @@ class _FullViews(Attached):
                 self._opened |= {kind} if keeps else set()
                 return
             present = [self._present(form, kind) for form in self._forms]
-            codes = torch.tensor([0 if tensor is None else 1 + _DTYPES.index(tensor.dtype) for tensor in present])
+            codes = torch.tensor([0 if tensor is None else 1 + DTYPES.index(tensor.dtype) for tensor in present])
             dist.all_reduce(codes, dist.ReduceOp.MAX, self._group)
-            dtypes = [None if code == 0 else _DTYPES[code - 1] for code in codes.tolist()]
+            dtypes = [None if code == 0 else DTYPES[code - 1] for code in codes.tolist()]
             full: list[Tensor | None] = [None] * len(dtypes)
             moving: list[Moving] = []
             for index, (form, dtype) in enumerate(zip(self._forms, dtypes, strict=True)):
@@ -479,14 +492,6 @@ class _FullViews(Attached):
                 if keeps and source != self._rank:
                     module._buffers[name] = shown
                     self._swapped.append((module, name, shown, buffer))
-
-
-def _refuse_gradient(path: str, gradient: Tensor) -> None:
-    raise StageError(
-        f"a hook takes a gradient that goes back through {path or 'the module'}, whose parameters ranks share: they "
-        "are shown in full there, and its backward needs this rank's part. Take the gradient in a step, such as "
-        "validation_step under torch.enable_grad, or set tp_size and ep_size to 1"
-    )
 
 
 FEATURE = FullViews

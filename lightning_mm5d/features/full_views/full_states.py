@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
-import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -34,12 +33,17 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import broadcast
 from lightning_mm5d.plan.holdings import DataShards, Holding, Holdings, Part, narrowed
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.sharded.collectives import of_all_ranks
 from lightning_mm5d.sharded.remote_value import TELLING, plain
+from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import NotSent
 from lightning_mm5d.trainer.kept_values import memory_kept
 
 _BUCKET_BYTES = 64 * 2**20
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
 
 
 class Moving(NamedTuple):
@@ -158,25 +162,6 @@ def _region(tensor: Tensor, holding: Holding, part: Part) -> Tensor:
     return narrowed(holding.own_part(tensor), part.held)
 
 
-def hooks_of_all(hooks: list[tuple[Any, str, Any]], group: dist.ProcessGroup | None) -> list[tuple[Any, str, Any]]:
-    """Return the hooks (owner, name, hook) that every rank has; collective.
-
-    A round that begins in a callback of one rank would never end.
-    """
-    if group is None:
-        return hooks
-    seen: Counter[str] = Counter()
-    codes = []
-    for owner, name, _ in hooks:
-        seen[key := f"{type(owner).__qualname__}.{name}"] += 1
-        codes.append(zlib.crc32(f"{key} {seen[key]}".encode()))
-    most = torch.tensor(len(codes))
-    dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    local_codes = torch.tensor([*codes, *[-1] * (int(most) - len(codes))], dtype=torch.int64)
-    common = set.intersection(*map(set, of_all_ranks(local_codes, group).tolist()))
-    return [hook for hook, code in zip(hooks, codes, strict=True) if code in common]
-
-
 Kind = Literal["values", "gradients", "states"]
 _DATA: Any = Tensor.data
 get_data, set_data = _DATA.__get__, _DATA.__set__
@@ -233,6 +218,15 @@ def check_kept(owner: Any, forms: Iterable[Form]) -> None:
             rule = "It follows the parameter on one process; here it would stay as the hook has seen it"
             fix = "Keep the parameter itself, or a copy: .detach().clone()"
             raise ConfigError(f"{type(owner).__name__}.{key}", f"the memory of {name!r}", rule, fix)
+
+
+def refuse_gradient(path: str, gradient: Tensor) -> None:
+    """Refuse a gradient of a hook's that goes back through the module at `path`, which ranks share."""
+    raise StageError(
+        f"a hook takes a gradient that goes back through {path or 'the module'}, whose parameters ranks share: they "
+        "are shown in full there, and its backward needs this rank's part. Take the gradient in a step, such as "
+        "validation_step under torch.enable_grad, or set tp_size and ep_size to 1"
+    )
 
 
 class Awaited(nn.Parameter):

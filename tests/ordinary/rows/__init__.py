@@ -21,6 +21,7 @@ from ordinary.rows import (  # noqa: F401
     projects,
     projects_training,
     put_anew,
+    rarer_hooks,
     trainer_flags,
     tricks,
     weights_in_steps,
