@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Literal
 
 import torch
@@ -47,7 +47,7 @@ from lightning_mm5d.sharded.remote_value import (
 from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.stage.payload import Packer, Path, map_tensors, rebuild, tensors_in, with_sendable_fields
-from lightning_mm5d.stage.taps import mark_dependent, mark_stand_in
+from lightning_mm5d.stage.taps import is_hook_of, mark_dependent, mark_stand_in
 from lightning_mm5d.stage.view import Received, StageError, StandIn
 
 _FRAMEWORKS = ("lightning_mm5d.", "torch.", "lightning.", "pytorch_lightning.", "transformers.")
@@ -123,7 +123,7 @@ class UserHooks:
         ]
 
     def __bool__(self) -> bool:
-        return any(not _is_of(_FRAMEWORKS, hook) for hooks in self._hooks if hooks for hook in hooks.values())
+        return any(not is_hook_of(_FRAMEWORKS, hook) for hooks in self._hooks if hooks for hook in hooks.values())
 
 
 def shown_stand_ins(module: nn.Module) -> AbstractContextManager[None]:
@@ -141,12 +141,7 @@ def shown_stand_ins(module: nn.Module) -> AbstractContextManager[None]:
 
 
 def _is_ours(hook: Any) -> bool:
-    return _is_of("lightning_mm5d.", hook)
-
-
-def _is_of(packages: str | tuple[str, ...], hook: Any) -> bool:
-    function = hook.func if isinstance(hook, partial) else hook
-    return str(getattr(function, "__module__", "")).startswith(packages)
+    return is_hook_of("lightning_mm5d.", hook)
 
 
 class ShapeMemory:
