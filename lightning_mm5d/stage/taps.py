@@ -69,6 +69,8 @@ _SHAPE_ONLY = {
     *functions_named("new_zeros new_ones new_empty new_full new_tensor size", Tensor),
 }
 _NONE = frozenset[Tap]()
+OF_THE_MODULE = ("lightning_mm5d.", "torch.")
+"""Packages whose hooks are a part of what a module computes, such as those that normalise its weight."""
 
 
 def mark_dependent(tensor: Tensor) -> None:
@@ -411,7 +413,7 @@ class Taps:
             for kind, result in (("pre_", ()), ("", (value,))):
                 named = private(module, f"_forward_{kind}hooks_with_kwargs")
                 for key, hook in list(private(module, f"_forward_{kind}hooks").items()):
-                    if kind and is_hook_of(("lightning_mm5d.", "torch."), hook):  # these write to weights and buffers
+                    if kind and is_hook_of(OF_THE_MODULE, hook):
                         continue
                     with suppress(RemoteParameterError):  # of a hook that reads a number for itself
                         hook(module, args, *([{}] if key in named else []), *result)
