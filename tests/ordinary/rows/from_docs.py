@@ -20,7 +20,7 @@ from torchmetrics import ClasswiseWrapper, MeanMetric, MetricTracker, MinMaxMetr
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 from features.toys import CLASSES, WIDTH, Encoder, Samples
-from ordinary.uses import Ordinary, Run, callbacks, fitted, flags, observed, row
+from ordinary.uses import Ordinary, Run, fitted, flags, observed, row
 
 SECTION = "From Lightning's pages"
 OWN = {"replicas": "each replica keeps what its own samples give, as under DDP"}
@@ -57,12 +57,14 @@ class OnlineEvaluator(Callback):
         self.seen.append(float(loss))
 
 
-callbacks(
+@row(
     SECTION,
     "an online evaluator: a callback trains a head of its own on features in `on_train_batch_end`",
-    lambda: [OnlineEvaluator()],
     differs=OWN,
 )
+def online_evaluator(run: Run) -> dict[str, Any]:
+    evaluator = OnlineEvaluator()
+    return fitted(run, Ordinary(), callbacks=[evaluator]) | {"seen": evaluator.seen}
 
 
 class Predicts(Callback):
@@ -77,11 +79,13 @@ class Predicts(Callback):
         pl_module.train()
 
 
-callbacks(
+@row(
     SECTION,
     "a callback predicts fixed samples after each epoch: `pl_module.eval()`, `pl_module(x)`, `pl_module.train()`",
-    lambda: [Predicts()],
 )
+def predicts(run: Run) -> dict[str, Any]:
+    callback = Predicts()
+    return fitted(run, Ordinary(), callbacks=[callback]) | {"seen": callback.seen}
 
 
 # --- hooks in pairs, and profilers, which have such hooks ---
@@ -138,7 +142,6 @@ class SteppedInOptimizerStep(Ordinary):
         self.seen.append(self.optimizers().param_groups[0]["lr"])
 
 
-@row(SECTION, "`self.trainer.train_dataloader` and `val_dataloaders` in hooks: their class, `dataset` and `batch_size`")
 class ReadsLoaders(Ordinary):
     def on_train_start(self) -> None:
         loader = self.trainer.train_dataloader
@@ -148,6 +151,11 @@ class ReadsLoaders(Ordinary):
 
     def on_validation_end(self) -> None:
         self.seen += [len(self.trainer.val_dataloaders.dataset)]
+
+
+@row(SECTION, "`self.trainer.train_dataloader` and `val_dataloaders` in hooks: their class, `dataset` and `batch_size`")
+def reads_loaders(run: Run) -> dict[str, Any]:
+    return fitted(run, ReadsLoaders())
 
 
 @row(SECTION, "`Tuner(trainer).lr_find(module)`, then `fit` with the rate that it sets")
@@ -261,12 +269,16 @@ class Pretrained(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@row(SECTION, "the encoder is a LightningModule with hyperparameters, frozen by its `freeze()`")
 class NestedModule(Ordinary):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = Pretrained(scale=0.5).double()
         self.encoder.freeze()
+
+
+@row(SECTION, "the encoder is a LightningModule with hyperparameters, frozen by its `freeze()`")
+def nested_module(run: Run) -> dict[str, Any]:
+    return fitted(run, NestedModule())
 
 
 # --- evaluation ---
