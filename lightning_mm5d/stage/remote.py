@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Literal
 
 import torch
@@ -47,7 +47,7 @@ from lightning_mm5d.sharded.remote_value import (
 from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.stage.payload import Packer, Path, map_tensors, rebuild, tensors_in, with_sendable_fields
-from lightning_mm5d.stage.taps import mark_dependent, mark_stand_in
+from lightning_mm5d.stage.taps import OF_THE_MODULE, is_hook_of, mark_dependent, mark_stand_in
 from lightning_mm5d.stage.view import Received, StageError, StandIn
 
 _FRAMEWORKS = ("lightning_mm5d.", "torch.", "lightning.", "pytorch_lightning.", "transformers.")
@@ -95,19 +95,23 @@ def give_memory(parameters: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def _with_hooks(module: nn.Module, change: Callable[[Any], Any]) -> Iterator[None]:
-    """Put what `change` returns in place of each forward hook in `module` meanwhile; None leaves the hook out."""
+    """Put what `change` returns in place of the forward hooks in `module` meanwhile; None leaves the hook out.
+
+    So it is for pre-hooks of modules that have a forward hook: the two may go together.
+    """
     with ExitStack() as stack:
         for part in module.modules():
-            if hooks := private(part, "_forward_hooks"):
-                changed = {key: change(hook) for key, hook in hooks.items()}
-                shown = OrderedDict((key, hook) for key, hook in changed.items() if hook is not None)
-                stack.callback(put(part, "_forward_hooks", shown))
+            if private(part, "_forward_hooks"):
+                for name in ("_forward_pre_hooks", "_forward_hooks"):
+                    changed = {key: change(hook) for key, hook in private(part, name).items()}
+                    shown = OrderedDict((key, hook) for key, hook in changed.items() if hook is not None)
+                    stack.callback(put(part, name, shown))
         yield
 
 
 def unhooked(module: nn.Module) -> AbstractContextManager[None]:
-    """Leave out the forward hooks in `module` that are not this package's: they keep what they see."""
-    return _with_hooks(module, lambda hook: hook if _is_ours(hook) else None)
+    """Leave out the forward hooks in `module` that are neither this package's nor torch's: they keep what they see."""
+    return _with_hooks(module, lambda hook: hook if is_hook_of(OF_THE_MODULE, hook) else None)
 
 
 class UserHooks:
@@ -123,7 +127,7 @@ class UserHooks:
         ]
 
     def __bool__(self) -> bool:
-        return any(not _is_of(_FRAMEWORKS, hook) for hooks in self._hooks if hooks for hook in hooks.values())
+        return any(not is_hook_of(_FRAMEWORKS, hook) for hooks in self._hooks if hooks for hook in hooks.values())
 
 
 def shown_stand_ins(module: nn.Module) -> AbstractContextManager[None]:
@@ -135,18 +139,9 @@ def shown_stand_ins(module: nn.Module) -> AbstractContextManager[None]:
             with suppress(RemoteParameterError):
                 return hook(*args, **kwargs)
 
-        return hook if _is_ours(hook) else call
+        return hook if is_hook_of(OF_THE_MODULE, hook) else call
 
     return _with_hooks(module, lenient)
-
-
-def _is_ours(hook: Any) -> bool:
-    return _is_of("lightning_mm5d.", hook)
-
-
-def _is_of(packages: str | tuple[str, ...], hook: Any) -> bool:
-    function = hook.func if isinstance(hook, partial) else hook
-    return str(getattr(function, "__module__", "")).startswith(packages)
 
 
 class ShapeMemory:

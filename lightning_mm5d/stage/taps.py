@@ -23,7 +23,7 @@ code. So it needs nothing but the results of those calls, in whose places it has
 2. *Note*: from then on each run keeps copies of tapped results, which in-place writes after it do not touch.
 3. *Send*: they travel with the hidden state. A stage in between sends on what it has received.
 4. *Take*: in the later stage the call gives what was received. A module in a layer is not called there at all; its
-   hooks are, because a hook was what kept its result.
+   hooks are, because a hook was what kept its result, and before them the pre-hooks that may go with them in pairs.
 
 What was not found stays a remote value, which raises an error where a step keeps it.
 
@@ -39,6 +39,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -68,6 +69,8 @@ _SHAPE_ONLY = {
     *functions_named("new_zeros new_ones new_empty new_full new_tensor size", Tensor),
 }
 _NONE = frozenset[Tap]()
+OF_THE_MODULE = ("lightning_mm5d.", "torch.")
+"""Packages whose hooks are a part of what a module computes, such as those that normalise its weight."""
 
 
 def mark_dependent(tensor: Tensor) -> None:
@@ -83,6 +86,12 @@ def mark_stand_in(tensor: Tensor, *, later: bool = True) -> None:
 def mark_tap(tensor: Tensor, *taps: Tap) -> None:
     """Mark `tensor` as known to this rank only, which sends `taps` to stages that need it."""
     tensor._mm5d_mark, tensor._mm5d_taps = _DEPENDS, frozenset(taps)  # type: ignore[attr-defined]
+
+
+def is_hook_of(packages: str | tuple[str, ...], hook: Any) -> bool:
+    """Whether a hook's function or class stands in a module whose name begins with one of `packages`."""
+    function = hook.func if isinstance(hook, partial) else hook
+    return str(getattr(function, "__module__", "")).startswith(packages)
 
 
 def must_travel(tensor: Tensor) -> bool:
@@ -401,10 +410,13 @@ class Taps:
                 value = self.result(call, value, computed=False)
             module = root.get_submodule(call[1])
             args = (missing if call[0] == "inner" else hidden,)
-            named = private(module, "_forward_hooks_with_kwargs")
-            for key, hook in list(private(module, "_forward_hooks").items()):
-                with suppress(RemoteParameterError):  # of a hook that reads a number for itself
-                    hook(module, args, {}, value) if key in named else hook(module, args, value)
+            for kind, result in (("pre_", ()), ("", (value,))):
+                named = private(module, f"_forward_{kind}hooks_with_kwargs")
+                for key, hook in list(private(module, f"_forward_{kind}hooks").items()):
+                    if kind and is_hook_of(OF_THE_MODULE, hook):
+                        continue
+                    with suppress(RemoteParameterError):  # of a hook that reads a number for itself
+                        hook(module, args, *([{}] if key in named else []), *result)
 
     def described(self, packer: Packer, root: nn.Module) -> list[Any]:
         """Return what later stages need of this run, and of earlier ones.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from lightning_mm5d import LazyTensor
-from lightning_mm5d.sharded.remote_value import Guard, Origin
+from lightning_mm5d.sharded.remote_value import Guard, Origin, marked
 from lightning_mm5d.stage import drop_parameters, is_placeholder
-from lightning_mm5d.stage.remote import ShapeMemory
+from lightning_mm5d.stage.remote import ShapeMemory, shown_stand_ins
 
 
 class _Twice(nn.Module):
@@ -67,3 +69,28 @@ def test_what_a_remote_module_returns_is_known_without_loading_its_items() -> No
         result = ShapeMemory().placeholder(module, Origin("conv", guard), module.forward, (lazy,), {})
     assert result.shape == (2, 4, 7)
     assert not lazy.is_read
+
+
+def _with_a_pair_of_hooks(calls: list[Any]) -> nn.Module:
+    """A module of which a part has hooks that go together: the first reads a number of what the part takes."""
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
+    module[1].register_forward_pre_hook(lambda _, args: calls.append(float(args[0].detach().sum())))
+    module[1].register_forward_hook(lambda *_: calls.append("ends"))
+    return module
+
+
+def test_pairs_of_hooks_are_left_out_together_where_a_shape_is_found() -> None:
+    calls: list[Any] = []
+    module = _with_a_pair_of_hooks(calls)
+    assert ShapeMemory().computed(module, module.forward, (torch.ones(1, 2),), {}).shape == (1, 4)
+    assert calls == []
+    module(torch.ones(1, 2))
+    assert len(calls) == 2
+
+
+def test_a_pre_hook_that_reads_a_number_of_a_stand_in_goes_without() -> None:
+    calls: list[Any] = []
+    module, guard = _with_a_pair_of_hooks(calls), Guard(lambda path: "rank 1")
+    with shown_stand_ins(module):
+        module(marked(torch.ones(1, 2), Origin("patch", guard)))
+    assert calls == ["ends"]

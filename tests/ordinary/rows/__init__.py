@@ -10,6 +10,7 @@ from ordinary.rows import (  # noqa: F401
     data_modules,
     differentiation,
     evaluation,
+    from_docs,
     from_guides,
     guides_metrics,
     inside_hooks,
