@@ -38,7 +38,7 @@ from lightning_mm5d.partition.find import find
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import SCHEDULES, check_fields, name_of
 from lightning_mm5d.strategy import MultimodalStrategy
-from lightning_mm5d.tools.cli.cluster_file import read_cluster
+from lightning_mm5d.tools.cli.cluster_file import device_here, read_cluster
 from lightning_mm5d.tools.cli.configuration import Source
 from lightning_mm5d.tools.cli.estimates import first_microbatch, first_samples, may_share, step_of, tracer
 from lightning_mm5d.tools.cli.job import STRATEGY, Job, durations, load
@@ -70,7 +70,8 @@ def plan(arguments: Namespace, source: Source) -> None:
     job = load(source, with_memory=arguments.measure, world=world)
     if cluster is None:
         per_node, size = job.strategy.num_processes, job.strategy.own_world_size
-        cluster = Cluster(nodes=size // per_node, ranks=per_node, memory=_memory(arguments) or sys.maxsize)
+        memory = _memory(arguments) or sys.maxsize
+        cluster = Cluster(nodes=size // per_node, ranks=per_node, memory=memory, **device_here())
     traced = tracer(job)
     with quiet():
         scaled = partial(_scaled, job, arguments, run)
@@ -94,14 +95,15 @@ def plan(arguments: Namespace, source: Source) -> None:
         speeds = f"{1e3 * seconds:.4g}", f"{search.batch / seconds:.4g}", memory_text(layout.memory.peak)
         rows.append((number, *speeds, f"{bubble:.1%}", f"{layout.exposed / seconds:.1%}", words(layout.candidate)))
     head = ("", "step (ms)", "samples/s", "fullest rank", "idle", "waits for links", "layout")
-    memory = "any" if cluster.memory == sys.maxsize else memory_text(cluster.memory)
+    limit = "any" if cluster.memory == sys.maxsize else memory_text(cluster.memory)
+    flops = cluster.flops * cluster.efficiency
     assumed = (
-        f"\nTimes are those of devices of {cluster.flops:.3g} flops and {cluster.memory_bandwidth:.3g} bytes a second, "
+        f"\nTimes are those of devices of {flops:.3g} flops and {cluster.memory_bandwidth:.3g} bytes a second, "
         "and of usual links: --cluster names those that `mm5d doctor --links` measures"
     )
     show(
         [
-            f"ranks: {cluster.size} on {cluster.nodes} nodes, memory: {memory}, samples of a step: {search.batch}, "
+            f"ranks: {cluster.size} on {cluster.nodes} nodes, memory: {limit}, samples of a step: {search.batch}, "
             f"layouts simulated: {search.tried}{'' if arguments.cluster else assumed}",
             Table.of(head, rows),
             *([] if run is None else [f"The step that {run.path} shows took {1e3 * run.seconds:.4g} ms"]),
@@ -160,7 +162,7 @@ def _cluster(arguments: Namespace) -> Cluster | None:
     if size is None:
         return None
     ranks, nodes = nodes_of("--ranks", size)
-    return Cluster(nodes=nodes, ranks=ranks, memory=memory or sys.maxsize)
+    return Cluster(nodes=nodes, ranks=ranks, memory=memory or sys.maxsize, **device_here())
 
 
 def nodes_of(option: str, size: int) -> tuple[int, int]:
