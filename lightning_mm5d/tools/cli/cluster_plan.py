@@ -42,7 +42,7 @@ from lightning_mm5d.tools.cli.cluster_file import device_here, read_cluster
 from lightning_mm5d.tools.cli.configuration import Source
 from lightning_mm5d.tools.cli.estimates import first_microbatch, first_samples, may_share, step_of, tracer
 from lightning_mm5d.tools.cli.job import STRATEGY, Job, durations, load
-from lightning_mm5d.tools.cli.terminal import check_writable, show, write
+from lightning_mm5d.tools.cli.terminal import check_writable, reason, show, warn, write
 from lightning_mm5d.tools.planner.activation_trace import Trace
 from lightning_mm5d.tools.planner.layout_costs import Cluster, LayoutCosts
 from lightning_mm5d.tools.planner.profile import Measured, measure, measure_update
@@ -74,11 +74,12 @@ def plan(arguments: Namespace, source: Source) -> None:
         cluster = Cluster(nodes=size // per_node, ranks=per_node, memory=memory, **device_here())
     traced = tracer(job)
     with quiet():
-        scaled = partial(_scaled, job, arguments, run)
+        scaled = partial(_scaled, job, arguments, run, notes := list[str]())
         search, replica_batch = search_of(job, cluster, arguments.batch, traced, scaled)
         layouts = search.best()
     if not layouts:
         raise search.refusal()
+    warn(notes)
     text = layout_file(layouts[0].candidate, job, source, cluster, replica_batch)
     if arguments.write is not None:
         write("--write", arguments.write, text)
@@ -183,8 +184,10 @@ def _check_sources(arguments: Namespace) -> None:
         raise ConfigError(options[1], str(sources[options[1]]), rule, fix)
 
 
-def _scaled(job: Job, arguments: Namespace, run: MeasuredRun | None, costs: LayoutCosts) -> LayoutCosts:
-    """The costs by what is measured or given."""
+def _scaled(
+    job: Job, arguments: Namespace, run: MeasuredRun | None, notes: list[str], costs: LayoutCosts
+) -> LayoutCosts:
+    """The costs by what is measured or given; what cannot be measured is noted."""
     if run is not None:
         return replace(costs, scales=measured_scales(run, job.plan, costs), known={})
     told: dict[str, Sequence[Measured]] = {}
@@ -195,7 +198,14 @@ def _scaled(job: Job, arguments: Namespace, run: MeasuredRun | None, costs: Layo
             job.module.to("cuda")
         parts = find(job.module, job.strategy.modalities)
         told |= measure(job.module, first_microbatch(job), parts, costs.rows)
-        update = measure_update(costs.step.states, costs.step.updated)
+        why = "configure_optimizers fails here"
+        if costs.step.states is not None:
+            try:
+                update = measure_update(costs.step.states, costs.step.updated)
+            except Exception as error:  # a user's optimizer, or too little memory
+                why = reason(error)
+        if update is None:
+            notes.append(f"The step of the optimizers is estimated, since it could not be measured: {why}")
     else:
         told |= {name: [Measured(total)] for name, total in durations(arguments.cost, job.modalities).items()}
     return costs.measured(told, loss_modality_of(job.modalities), update)
