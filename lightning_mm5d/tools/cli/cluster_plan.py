@@ -44,6 +44,7 @@ from lightning_mm5d.tools.cli.estimates import first_microbatch, first_samples, 
 from lightning_mm5d.tools.cli.job import STRATEGY, Job, durations, load
 from lightning_mm5d.tools.cli.terminal import check_writable, reason, show, warn, write
 from lightning_mm5d.tools.planner.activation_trace import Trace
+from lightning_mm5d.tools.planner.inspect import plan_maker
 from lightning_mm5d.tools.planner.layout_costs import Cluster, LayoutCosts
 from lightning_mm5d.tools.planner.profile import Measured, measure, measure_update
 from lightning_mm5d.tools.planner.rank_memory import span_of
@@ -52,7 +53,6 @@ from lightning_mm5d.tools.planner.search import (
     Judged,
     LayoutSearch,
     check_searched,
-    plan_maker,
     words,
 )
 
