@@ -19,8 +19,17 @@ from ranks import run_ranks
 
 DATA = """
 import lightning as L
+import torch
 from torch.utils.data import DataLoader
-from features.toys import Samples
+from features.toys import Samples, Toy
+
+class OnFridays(torch.optim.SGD):
+    def step(self, closure=None):
+        raise RuntimeError("It steps on fridays only")
+
+class Friday(Toy):
+    def configure_optimizers(self):
+        return OnFridays(self.parameters(), lr=0.1)
 
 class Data(L.LightningDataModule):
     def __init__(self, batch_size: int = 8) -> None:
@@ -85,6 +94,20 @@ def test_a_run_shows_its_throughput_and_its_timeline_is_planned_with(
     other_sizes = ["--trainer.strategy.init_args.modalities.language.pp_size=2", "--trainer.devices=3"]
     assert main(["plan", str(config), "--from", str(run), *other_sizes]) == 2
     assert f"--from: got '{run}'. There stages is" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_of_optimizers_that_cannot_be_timed_is_told_of(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = yaml.safe_load(config.read_text()) | {"model": {"class_path": "toy_data.Friday"}}
+    config.write_text(yaml.safe_dump(content))
+    assert main(["plan", str(config), "--measure"]) == 0
+    out, err = capsys.readouterr()
+    assert "samples of a step: 8" in out
+    assert err.endswith(
+        "The step of the optimizers is estimated, since it could not be measured: "
+        "RuntimeError: It steps on fridays only\n"
+    )
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
