@@ -53,7 +53,8 @@ def config(tmp_path: Path) -> Path:
     }
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
     strategy = {"class_path": "lightning_mm5d.MultimodalStrategy", "init_args": settings}
-    trainer = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "log_every_n_steps": 1, **quiet}
+    folder = {"default_root_dir": str(tmp_path / "runs")}  # the configuration is saved there
+    trainer = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "log_every_n_steps": 1, **folder, **quiet}
     content = {
         "trainer": {**trainer, "strategy": strategy},
         "model": {"class_path": "features.toys.Toy"},
