@@ -1,4 +1,4 @@
-"""Estimated over measured memory of each rank in a training step: 3 models x 17 layouts, in at most 3 processes.
+"""Estimated over measured memory of each rank in a training step: 3 models x 17 layouts, and 12 others.
 
 Measured is the highest resident memory from the second batch to the last one, less what the process had before it built
 the model. Before that it trains a small model of the same kind in the same layout, so that libraries are loaded and
@@ -11,7 +11,9 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +44,8 @@ class Case(NamedTuple):
         microbatches: M.
         schedule: by name.
         frozen: whether the encoder is.
+        precision: of the trainer.
+        models: that have the layout; all of `USUAL` where there are none.
     """
 
     world: int
@@ -50,8 +54,11 @@ class Case(NamedTuple):
     microbatches: int = 4
     schedule: str = "1f1b"
     frozen: bool = False
+    precision: str = "32-true"
+    models: tuple[str, ...] = ()
 
 
+USUAL = ("llava", "whisper", "qwen2-vl")
 BESIDE = {"colocate_with": "language"}
 CASES = {
     "one rank": Case(1, BESIDE, {}, 2),
@@ -89,11 +96,54 @@ CASES = {
     ),
     "joined calls": Case(2, {"pipeline": {"microbatches_per_call": 4}}, {}),
     "states offloaded": Case(2, {"memory": {"offload": ["optimizer"]}}, {"memory": {"offload": ["optimizer"]}}),
+    "tp 2 with sequence_parallel": Case(
+        2, {}, {"tp_size": 2, "tensor": {"sequence_parallel": True}}, 2, models=("llama",)
+    ),
+    "cp 2": Case(2, {}, {"cp_size": 2}, 2, models=("llama",)),
+    "pipelines of 2 stages and of 1": Case(3, {}, {"pipeline": {"pipelines": [2, 1]}}, models=("llama",)),
+    "zbv, 2 stages of 2 chunks": Case(2, {}, {"pp_size": 2, "pipeline": {"pp_chunks": 2}}, 4, "zbv", models=("llama",)),
+    "ep 2": Case(2, {}, {"dp_size": 2, "ep_size": 2}, 2, models=("mixtral",)),
+    "ep 2, zero_stage 2": Case(
+        2, {}, {"dp_size": 2, "ep_size": 2, "sharding": {"zero_stage": 2}}, 2, models=("mixtral",)
+    ),
+    "encoder | language, bf16-mixed": Case(2, {}, {}, precision="bf16-mixed", models=("llava",)),
+    "2 replicas in bf16-mixed, zero_stage 3": Case(
+        2,
+        BESIDE | {"sharding": {"zero_stage": 3}},
+        {"sharding": {"zero_stage": 3}},
+        precision="bf16-mixed",
+        models=("internvl",),
+    ),
+    "encoder | language in bf16-true, recomputed": Case(
+        2,
+        {"memory": {"activation_checkpointing": "full"}},
+        {"memory": {"activation_checkpointing": "full"}},
+        precision="bf16-true",
+        models=("internvl",),
+    ),
+    "2 replicas, zero_stage 1, states offloaded": Case(
+        2,
+        BESIDE | {"sharding": {"zero_stage": 1}, "memory": {"offload": ["optimizer"]}},
+        {"sharding": {"zero_stage": 1}, "memory": {"offload": ["optimizer"]}},
+        models=("qwen2-vl",),
+    ),
+    "2 stages, recomputed by operation, activations offloaded": Case(
+        2,
+        {"colocate_with": "language.0", "memory": {"offload": ["activations"]}},
+        {"pp_size": 2, "memory": {"activation_checkpointing": "selective"}},
+        4,
+        "gpipe",
+        models=("whisper",),
+    ),
+    "encoder in 2 stages | language with tp 2": Case(4, {"pp_size": 2}, {"tp_size": 2}, models=("internvl",)),
 }
+OTHERS = [name for name, case in CASES.items() if case.models]
+"""layouts of one model each"""
 
 
-def strategy(case: Case, encoder: str) -> MultimodalStrategy:
-    modalities = {encoder: Modality(**case.encoder), "language": Modality(**case.language)}
+def strategy(case: Case, encoder: str | None) -> MultimodalStrategy:
+    modalities = {} if encoder is None else {encoder: Modality(**case.encoder)}
+    modalities["language"] = Modality(**case.language)
     return MultimodalStrategy(
         modalities=modalities, batching={"num_microbatches": case.microbatches}, schedule=case.schedule
     )
@@ -112,11 +162,18 @@ def _estimate(model: str, case: Case) -> list[RankMemory]:
     planned.parallel_devices = [torch.device("cpu")] * case.world
     planned.cluster_environment = LightningEnvironment()
     planned.cluster_environment.set_world_size(case.world)
-    plan = planned.plan(module)
-    traced = trace(module, make(SAMPLES), plan.partition, plan.modalities, plan.division)
+    plan, batch, autocasts = planned.plan(module), make(SAMPLES), case.precision == "bf16-mixed"
+    if case.precision == "bf16-true":
+        module, batch = module.bfloat16(), {key: _halved(tensor) for key, tensor in batch.items()}
+    context: Any = partial(torch.autocast, "cpu", dtype=torch.bfloat16) if autocasts else nullcontext
+    traced = trace(module, batch, plan.partition, plan.modalities, plan.division, context, plan.experts)
     states = OptimizerStates(module, remade)
     step = Step(module, case.schedule, case.microbatches, states, traced, bucket_bytes=planned.bucket_bytes)
     return memory_of(plan, step)
+
+
+def _halved(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16() if tensor.is_floating_point() else tensor
 
 
 class Peak(Callback):
@@ -161,7 +218,8 @@ def _train(model: str, case: Case) -> int:
         if layers == 2:  # as small as can be
             module = Module(_small(model), frozen=frozen)
         batches = [make(SAMPLES * case.microbatches) for _ in range(BATCHES)]
-        fit(module, DataLoader(batches, batch_size=None), strategy(case, encoder), case.world, peak)
+        loader = DataLoader(batches, batch_size=None)
+        fit(module, loader, strategy(case, encoder), case.world, peak, precision=case.precision)
         del module
     return peak.peak - before
 
@@ -178,24 +236,44 @@ def _small(model: str) -> Any:
         memory_models.WIDTH, memory_models.TEXT = width, text
 
 
-def main(models: list[str], layouts: list[str]) -> None:
-    print("| model | layout | estimated / measured, MB | ratio |\n| --- | --- | --- | --- |", flush=True)
+class Row(NamedTuple):
+    """A layout: bytes of each rank, estimated and measured."""
+
+    model: str
+    layout: str
+    pairs: list[tuple[int, int]]
+
+    def __str__(self) -> str:
+        values = ", ".join(f"{estimate / 1e6:.0f} / {peak / 1e6:.0f}" for estimate, peak in self.pairs)
+        ratios = ", ".join(f"{estimate / peak:.3f}" for estimate, peak in self.pairs)
+        return f"| {self.model} | {self.layout} | {values} | {ratios} |"
+
+
+def rows(models: list[str], layouts: list[str]) -> Iterator[Row]:
+    """Print and yield the layouts of these models; one that fails is printed."""
     for model in models:
-        for layout in layouts:
+        for layout in (name for name in layouts if model in (CASES[name].models or USUAL)):
             case = CASES[layout]
             try:
-                pairs = list(zip(estimated(model, case), measured(model, case), strict=True))
+                both = zip(estimated(model, case), measured(model, case), strict=True)
+                row = Row(model, layout, [(rank.together or 0, peak) for rank, peak in both])
             except (RuntimeError, TimeoutError) as error:
                 print(f"| {model} | {layout} | {str(error).splitlines()[-1]} | |", flush=True)
                 continue
-            values = ", ".join(f"{rank.together / 1e6:.0f} / {peak / 1e6:.0f}" for rank, peak in pairs)
-            ratios = ", ".join(f"{rank.together / peak:.3f}" for rank, peak in pairs)
-            print(f"| {model} | {layout} | {values} | {ratios} |", flush=True)
+            print(row, flush=True)
+            yield row
+
+
+def main(models: list[str], layouts: list[str]) -> None:
+    print("| model | layout | estimated / measured, MB | ratio |\n| --- | --- | --- | --- |", flush=True)
+    ratios = [estimate / peak for row in rows(models, layouts) for estimate, peak in row.pairs]
+    near, wider = (sum(abs(ratio - 1) <= limit for ratio in ratios) for limit in (0.05, 0.1))
+    print(f"memory of {len(ratios)} ranks: {near} estimates within 5 %, {wider} within 10 %")
 
 
 if __name__ == "__main__":
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         fixed = {"MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "32768", "MALLOC_ARENA_MAX": "1"}
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | fixed)
-    chosen = [arg for arg in sys.argv[1:] if arg in MODELS] or list(MODELS)
-    main(chosen, [arg for arg in sys.argv[1:] if arg in CASES] or list(CASES))
+    chosen = OTHERS if "others" in sys.argv[1:] else [arg for arg in sys.argv[1:] if arg in CASES]
+    main([arg for arg in sys.argv[1:] if arg in MODELS] or list(MODELS), chosen or list(CASES))

@@ -1,4 +1,4 @@
-"""Three models of about 100 MB, in which weights outweigh activations, and a batch of each."""
+"""Models of about 100 MB, in which weights outweigh activations, and a batch of each."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ import lightning as L
 import torch
 from transformers import (
     CLIPVisionConfig,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     LlamaConfig,
+    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     WhisperConfig,
@@ -102,9 +107,37 @@ def qwen2_vl_batch(samples: int) -> Batch:
     }  # fmt: skip
 
 
-MODELS: dict[str, tuple[str, Callable[..., Any], Callable[[int], Batch]]] = {
+def internvl(layers: int = 4) -> Any:
+    vision = {
+        "model_type": "internvl_vision", "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH,
+        "num_hidden_layers": layers, "num_attention_heads": 8, "image_size": [56, 56], "patch_size": [7, 7],
+    }  # fmt: skip
+    text = {"model_type": "qwen2"} | TEXT | TOKENS | {"num_hidden_layers": layers}
+    config = InternVLConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, image_seq_length=16)
+    return InternVLForConditionalGeneration(config)
+
+
+def llama(layers: int = 4) -> Any:
+    return LlamaForCausalLM(LlamaConfig(**TEXT | {"num_hidden_layers": layers}, **TOKENS))
+
+
+def mixtral(layers: int = 4) -> Any:
+    """The experts of a layer are as large as the dense layer of the others."""
+    sizes = TEXT | {"num_hidden_layers": layers, "intermediate_size": TEXT["intermediate_size"] // 4}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **TOKENS, num_local_experts=4, num_experts_per_tok=2))
+
+
+def text_batch(samples: int) -> Batch:
+    tokens = torch.randint(4, START, (samples, LENGTH))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+MODELS: dict[str, tuple[str | None, Callable[..., Any], Callable[[int], Batch]]] = {
     "llava": ("vision", llava, llava_batch),
     "whisper": ("audio", whisper, whisper_batch),
     "qwen2-vl": ("vision", qwen2_vl, qwen2_vl_batch),
+    "internvl": ("vision", internvl, llava_batch),
+    "llama": (None, llama, text_batch),
+    "mixtral": (None, mixtral, text_batch),
 }
-"""by name: its encoder, how to build it, a batch of so many samples"""
+"""by name: its encoder, where it has one, how to build it, a batch of so many samples"""

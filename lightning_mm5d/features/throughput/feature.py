@@ -40,6 +40,7 @@ from typing_extensions import override
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.microbatch import batch_samples, leaves
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course, Moment, Recorder, moment, seconds_between
+from lightning_mm5d.features.throughput.device_peaks import peaks_of
 from lightning_mm5d.features.throughput.flop_count import Copies, FlopCount
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.partition.parts import is_in
@@ -51,8 +52,6 @@ from lightning_mm5d.sharded.torch_internals import in_backward
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 
 _ALWAYS, _SELDOM = 32, 100  # batches of new shapes that are counted in any case; one in so many later ones
-_DENSE = {"b200": 2.25e15, "h200": 989.4e12, "h100 nvl": 835.5e12, "l40s": 362e12, "l40": 181e12}
-"""flops of GPUs in 16 bit, without sparsity, that Lightning does not know or knows with sparsity"""
 _TABLES = ("_thw", "_sizes", "_lengths")  # fields whose values are sizes
 
 
@@ -76,8 +75,8 @@ class ModalityThroughput(Callback):
     ``samples_per_sec``, ``tokens_per_sec`` and ``flops_per_sec`` are there under ``device/``, too.
 
     Args:
-        available_flops: peak of one device in flops per second, in the precision that trains. None takes what Lightning
-            knows of the device; without either there is no MFU and no HFU.
+        available_flops: peak of one device in flops per second, in the precision that trains. None takes that of
+            `device_peaks`, or what Lightning knows of the device; without any there is no MFU and no HFU.
         prog_bar: whether the progress bar shows ``tokens_per_sec`` and ``device/mfu``.
 
     Raises:
@@ -436,10 +435,9 @@ def _copies(root: nn.Module, plan: Plan) -> dict[str, Copies]:
 def _peak(trainer: pl.Trainer, module: pl.LightningModule) -> float | None:
     """Flops per second of a device in the precision that trains; None where nobody knows."""
     device = trainer.strategy.root_device
-    if device.type == "cuda" and "16" in str(trainer.precision):
-        chip = torch.cuda.get_device_name(device).lower()
-        if known := next((flops for name, flops in _DENSE.items() if name in chip), None):
-            return known
+    in_16_bit = device.type == "cuda" and "16" in str(trainer.precision)
+    if in_16_bit and (peaks := peaks_of(torch.cuda.get_device_name(device))):
+        return peaks.flops
     monitor = ThroughputMonitor(batch_size_fn=len)
     monitor.setup(trainer, module, "fit")
     return monitor.available_flops

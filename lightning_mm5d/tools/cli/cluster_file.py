@@ -1,7 +1,8 @@
 """The file that describes a cluster: reads it, measures the links of this machine and writes it.
 
 Keys are those of `Cluster`, with ``links: {inside: {latency, bandwidth}, between: {...}}`` in seconds and bytes per
-second. Refuses keys that do not exist, and values that no cluster has.
+second. ``device: H100`` stands for the numbers of a device whose peaks are known, of which products reach `REACHED`;
+numbers beside it count before those. Refuses keys that do not exist, and values that no cluster has.
 
 Links are measured by all processes at once, each with a partner: messages go there and back, small ones for the
 latency and large ones for the bandwidth. Partners are on one node for `inside`, and at the same place of two nodes for
@@ -43,6 +44,7 @@ from lightning_mm5d.config.checks import check_count
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.config.tables import bytes_of
+from lightning_mm5d.features.throughput.device_peaks import PEAKS, peaks_of
 from lightning_mm5d.strategy import MultimodalStrategy
 from lightning_mm5d.tools.cli.configuration import read_configuration
 from lightning_mm5d.tools.cli.terminal import write
@@ -63,6 +65,8 @@ _NUMBERS = {
     "compute_slowdown": (1.0, 1e3, "1.05"),
 }
 """least and largest value of each number, beyond which seconds are none, and a usual one"""
+REACHED = 0.4
+"""the part of the peak of a device that products are taken to reach where only its name is known"""
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -73,12 +77,15 @@ def read_cluster(path: Path) -> Cluster:
     """
     config = read_configuration(path, "--cluster")
     numbers = ("flops", "efficiency", "memory_bandwidth", "compute_slowdown")
-    _check_keys("cluster", config, ("nodes", "ranks", "memory", "links", *numbers), needed=("nodes", "ranks", "memory"))
+    needed = ("nodes", "ranks", *(["memory"] if config.get("device") is None else []))
+    _check_keys("cluster", config, ("nodes", "ranks", "memory", "links", "device", *numbers), needed)
     for key in ("nodes", "ranks"):
         check_count(f"cluster.{key}", config[key])
     check_count("cluster.nodes * ranks", config["nodes"] * config["ranks"])
     arguments: dict[str, Any] = {key: config[key] for key in ("nodes", "ranks")}
-    arguments["memory"] = bytes_of("cluster.memory", config["memory"])
+    arguments |= {} if config.get("device") is None else _named("cluster.device", config["device"])
+    if "memory" in config:
+        arguments["memory"] = bytes_of("cluster.memory", config["memory"])
     arguments |= {key: _number(f"cluster.{key}", config[key]) for key in numbers if key in config}
     links = config.get("links", {})
     _check_keys("cluster.links", links, ("inside", "between"))
@@ -88,6 +95,21 @@ def read_cluster(path: Path) -> Cluster:
         _check_keys(field, link, names, needed=("latency", "bandwidth"))
         arguments[kind] = Link(**{name: _number(f"{field}.{name}", number) for name, number in link.items()})
     return Cluster(**arguments)
+
+
+def device_here() -> dict[str, Any]:
+    """Return the speeds of the GPU of this machine, as `Cluster` takes them; nothing where they are not known."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    speeds = _named("device", name) if peaks_of(name) else {}
+    return {key: speed for key, speed in speeds.items() if key != "memory"}
+
+
+def _named(field: str, name: object) -> dict[str, Any]:
+    """What `Cluster` takes of a device with this name."""
+    if (peaks := peaks_of(str(name))) is None:
+        rule, fix = f"Peaks are known of {', '.join(PEAKS)}", "Write flops, memory_bandwidth and memory instead"
+        raise ConfigError(field, name, rule, fix)
+    return {**peaks._asdict(), "efficiency": REACHED}
 
 
 def _check_keys(field: str, content: object, allowed: Collection[str], needed: Collection[str] = ()) -> None:

@@ -38,12 +38,13 @@ from lightning_mm5d.partition.find import find
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import SCHEDULES, check_fields, name_of
 from lightning_mm5d.strategy import MultimodalStrategy
-from lightning_mm5d.tools.cli.cluster_file import read_cluster
+from lightning_mm5d.tools.cli.cluster_file import device_here, read_cluster
 from lightning_mm5d.tools.cli.configuration import Source
 from lightning_mm5d.tools.cli.estimates import first_microbatch, first_samples, may_share, step_of, tracer
 from lightning_mm5d.tools.cli.job import STRATEGY, Job, durations, load
-from lightning_mm5d.tools.cli.terminal import check_writable, show, write
+from lightning_mm5d.tools.cli.terminal import check_writable, reason, show, warn, write
 from lightning_mm5d.tools.planner.activation_trace import Trace
+from lightning_mm5d.tools.planner.inspect import plan_maker
 from lightning_mm5d.tools.planner.layout_costs import Cluster, LayoutCosts
 from lightning_mm5d.tools.planner.profile import Measured, measure, measure_update
 from lightning_mm5d.tools.planner.rank_memory import span_of
@@ -52,7 +53,6 @@ from lightning_mm5d.tools.planner.search import (
     Judged,
     LayoutSearch,
     check_searched,
-    plan_maker,
     words,
 )
 
@@ -70,14 +70,16 @@ def plan(arguments: Namespace, source: Source) -> None:
     job = load(source, with_memory=arguments.measure, world=world)
     if cluster is None:
         per_node, size = job.strategy.num_processes, job.strategy.own_world_size
-        cluster = Cluster(nodes=size // per_node, ranks=per_node, memory=_memory(arguments) or sys.maxsize)
+        memory = _memory(arguments) or sys.maxsize
+        cluster = Cluster(nodes=size // per_node, ranks=per_node, memory=memory, **device_here())
     traced = tracer(job)
     with quiet():
-        scaled = partial(_scaled, job, arguments, run)
+        scaled = partial(_scaled, job, arguments, run, notes := list[str]())
         search, replica_batch = search_of(job, cluster, arguments.batch, traced, scaled)
         layouts = search.best()
     if not layouts:
         raise search.refusal()
+    warn(notes)
     text = layout_file(layouts[0].candidate, job, source, cluster, replica_batch)
     if arguments.write is not None:
         write("--write", arguments.write, text)
@@ -94,14 +96,15 @@ def plan(arguments: Namespace, source: Source) -> None:
         speeds = f"{1e3 * seconds:.4g}", f"{search.batch / seconds:.4g}", memory_text(layout.memory.peak)
         rows.append((number, *speeds, f"{bubble:.1%}", f"{layout.exposed / seconds:.1%}", words(layout.candidate)))
     head = ("", "step (ms)", "samples/s", "fullest rank", "idle", "waits for links", "layout")
-    memory = "any" if cluster.memory == sys.maxsize else memory_text(cluster.memory)
+    limit = "any" if cluster.memory == sys.maxsize else memory_text(cluster.memory)
+    flops = cluster.flops * cluster.efficiency
     assumed = (
-        f"\nTimes are those of devices of {cluster.flops:.3g} flops and {cluster.memory_bandwidth:.3g} bytes a second, "
+        f"\nTimes are those of devices of {flops:.3g} flops and {cluster.memory_bandwidth:.3g} bytes a second, "
         "and of usual links: --cluster names those that `mm5d doctor --links` measures"
     )
     show(
         [
-            f"ranks: {cluster.size} on {cluster.nodes} nodes, memory: {memory}, samples of a step: {search.batch}, "
+            f"ranks: {cluster.size} on {cluster.nodes} nodes, memory: {limit}, samples of a step: {search.batch}, "
             f"layouts simulated: {search.tried}{'' if arguments.cluster else assumed}",
             Table.of(head, rows),
             *([] if run is None else [f"The step that {run.path} shows took {1e3 * run.seconds:.4g} ms"]),
@@ -160,7 +163,7 @@ def _cluster(arguments: Namespace) -> Cluster | None:
     if size is None:
         return None
     ranks, nodes = nodes_of("--ranks", size)
-    return Cluster(nodes=nodes, ranks=ranks, memory=memory or sys.maxsize)
+    return Cluster(nodes=nodes, ranks=ranks, memory=memory or sys.maxsize, **device_here())
 
 
 def nodes_of(option: str, size: int) -> tuple[int, int]:
@@ -181,8 +184,10 @@ def _check_sources(arguments: Namespace) -> None:
         raise ConfigError(options[1], str(sources[options[1]]), rule, fix)
 
 
-def _scaled(job: Job, arguments: Namespace, run: MeasuredRun | None, costs: LayoutCosts) -> LayoutCosts:
-    """The costs by what is measured or given."""
+def _scaled(
+    job: Job, arguments: Namespace, run: MeasuredRun | None, notes: list[str], costs: LayoutCosts
+) -> LayoutCosts:
+    """The costs by what is measured or given; what cannot be measured is noted."""
     if run is not None:
         return replace(costs, scales=measured_scales(run, job.plan, costs), known={})
     told: dict[str, Sequence[Measured]] = {}
@@ -193,7 +198,14 @@ def _scaled(job: Job, arguments: Namespace, run: MeasuredRun | None, costs: Layo
             job.module.to("cuda")
         parts = find(job.module, job.strategy.modalities)
         told |= measure(job.module, first_microbatch(job), parts, costs.rows)
-        update = measure_update(costs.step.states, costs.step.updated)
+        why = "configure_optimizers fails here"
+        if costs.step.states is not None:
+            try:
+                update = measure_update(costs.step.states, costs.step.updated)
+            except Exception as error:  # a user's optimizer, or too little memory
+                why = reason(error)
+        if update is None:
+            notes.append(f"The step of the optimizers is estimated, since it could not be measured: {why}")
     else:
         told |= {name: [Measured(total)] for name, total in durations(arguments.cost, job.modalities).items()}
     return costs.measured(told, loss_modality_of(job.modalities), update)

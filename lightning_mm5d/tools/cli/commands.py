@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
@@ -284,7 +285,7 @@ def dryrun(arguments: Namespace, source: Source) -> None:
     estimates, runs = memory_of(plan, step), DryRuns(job)
     dry_runs = [runs.of(rank) for rank in classes]
     if arguments.json:
-        print(json.dumps([{**_plain(run), "equal_ranks": classes[run.rank]} for run in dry_runs], indent=2))
+        print(json.dumps([{**_plain(run, plan), "equal_ranks": classes[run.rank]} for run in dry_runs], indent=2))
     else:
         pages = [_shown(run, classes[run.rank], plan, estimates[run.rank]) for run in dry_runs]
         show([*(part for page in pages for part in page), *notes])
@@ -314,9 +315,19 @@ def _uncovered(field: str, value: Any) -> ConfigError:
     return ConfigError(field, value, rule, "Leave it out for the dry run, or ask mm5d inspect for an estimate")
 
 
-def _plain(run: DryRun) -> dict[str, Any]:
+def sent_over(run: DryRun, ranks_per_node: int) -> dict[str, Counter[str]]:
+    """Return messages and bytes that a rank sends inside its node and between nodes; a group counts where it spans."""
+    sent = {kind: Counter(messages=0, bytes=0) for kind in ("inside", "between")}
+    for (_, to, _), (count, size) in run.messages.items():
+        nodes = {rank // ranks_per_node for rank in ([run.rank, to] if isinstance(to, int) else to)}
+        sent["inside" if len(nodes) == 1 else "between"].update(messages=count, bytes=size)
+    return sent
+
+
+def _plain(run: DryRun, plan: Plan) -> dict[str, Any]:
     sent = [{"group": group, "to": to, "what": what, "sent": sent} for (group, to, what), sent in run.messages.items()]
-    return {"rank": run.rank, "memory": run.memory, "seconds": run.seconds, "messages": sent}
+    links = sent_over(run, plan.layout.ranks_per_node)
+    return {"rank": run.rank, "memory": run.memory, "seconds": run.seconds, "messages": sent, "links": links}
 
 
 def _shown(run: DryRun, equal: list[int], plan: Plan, estimate: RankMemory) -> Page:
@@ -332,8 +343,14 @@ def _shown(run: DryRun, equal: list[int], plan: Plan, estimate: RankMemory) -> P
         (group, spans([to] if isinstance(to, int) else to, 4), what, count, memory_text(size))
         for (group, to, what), (count, size) in run.messages.items()
     ]
+    inside, between = sent_over(run, plan.layout.ranks_per_node).values()
+    links = [("inside its node", inside), ("between nodes", between), ("all", inside + between)]
     return [
         f"rank {run.rank}: {stages}{same}; its host took {seconds} for two steps",
         Table.of(("memory", "dry run", "estimate"), memory),
         Table.of(("a step sends", "ranks", "what", "messages", "bytes"), sent),
+        Table.of(
+            ("links", "messages", "bytes"),
+            [(name, counts["messages"], memory_text(counts["bytes"])) for name, counts in links],
+        ),
     ]

@@ -27,6 +27,7 @@ from lightning_mm5d.config.errors import ConfigError, RankLostError, repeated
 from lightning_mm5d.config.modality import as_modalities, loss_modality_of
 from lightning_mm5d.data.random_state import kept_random_state
 from lightning_mm5d.strategy import MultimodalStrategy
+from lightning_mm5d.tools.cli.cluster_file import device_here
 from lightning_mm5d.tools.cli.cluster_plan import lay_out, layout_file, quiet, said_of, search_of, sets_batch
 from lightning_mm5d.tools.cli.configuration import Source, prepare
 from lightning_mm5d.tools.cli.estimates import tracer
@@ -178,7 +179,7 @@ def elastic_layout(source: Source, nodes: int, per_node: int) -> str:
 
 def _cluster(nodes: int, per_node: int) -> Cluster:
     memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else sys.maxsize
-    return Cluster(nodes=nodes, ranks=per_node, memory=memory)
+    return Cluster(nodes=nodes, ranks=per_node, memory=memory, **device_here())
 
 
 def best(job: Job, cluster: Cluster, replicas: int | None) -> tuple[Candidate, int]:

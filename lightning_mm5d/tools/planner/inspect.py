@@ -9,7 +9,7 @@ Tables of estimated memory have a row per rank, and a row per option with what t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -22,13 +22,16 @@ from lightning_mm5d.config.features import check_features
 from lightning_mm5d.config.groups import with_fields
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.config.tables import Page, Table, memory_text, spans
+from lightning_mm5d.features.shared_experts.experts import find_experts
 from lightning_mm5d.features.unlike_pipelines.pipelines import check_pipelines
 from lightning_mm5d.layout.layout import Layout, Place
-from lightning_mm5d.partition import StageCut
+from lightning_mm5d.partition import StageCut, partition
 from lightning_mm5d.partition.costs import kept_of
 from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.graph import StageKey
+from lightning_mm5d.tensor_parallel.plan_lookup import divide
+from lightning_mm5d.tensor_parallel.resolve import Division
 from lightning_mm5d.tools.planner.rank_memory import RankMemory, Step, memory_of
 
 
@@ -225,6 +228,32 @@ def changed(plan: Plan, modalities: Mapping[str, Modality]) -> Plan:
     kept_of_layers = {name: kept_of(name, modality, sizes[name]) for name, modality in modalities.items()}
     partition = replace(partition, kept_operations={name: layers for name, layers in kept_of_layers.items() if layers})
     return replace(plan, modalities=modalities, partition=partition)
+
+
+def plan_maker(plan: Plan, module: nn.Module) -> Callable[[Mapping[str, Modality]], Plan]:
+    """Return what makes the plan of other modalities on the ranks of `plan`; what tensor parallelism makes is kept."""
+    divisions: dict[object, Division] = {}
+
+    def plan_of(modalities: Mapping[str, Modality]) -> Plan:
+        layout = Layout.build(
+            modalities,
+            world_size=plan.layout.size,
+            loss_modality=plan.partition.loss_modality,
+            ranks_per_node=plan.layout.ranks_per_node,
+        )
+        cut = partition(module, modalities)
+        experts = find_experts(module, cut, modalities)
+        key = tuple(
+            (cfg.tensor.tp_mode, cfg.tensor.tp_depth, cfg.tp_size, cfg.tensor.expert_tp_size, experts != {})
+            for cfg in modalities.values()
+        )
+        if key not in divisions:
+            names = {path: layer.parameters for path, layer in experts.items()}
+            divisions[key] = divide(module, cut, modalities, names)
+        changed = replace(plan, layout=layout, partition=cut, modalities=modalities)
+        return replace(changed, division=divisions[key], experts=experts)
+
+    return plan_of
 
 
 _UNKNOWN = "?"

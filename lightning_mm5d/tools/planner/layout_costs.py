@@ -5,12 +5,12 @@ which the two traces give; it is proportional to the samples of a microbatch and
 layout is traced. Time is a roofline by operation: products by flops, all else by bytes.
 
 A forward has the sums of tensor parallel ranks, the gather of keys and values over context parallel ranks (for each
-`cp_mode` but ``items``) and the exchanges of experts; so has its backward. Messages between stages take their time in
-the simulated step. Gradients are summed while the last backward runs, and rows of parameters are gathered before the
-step or after it, as the engine does. Each microbatch adds its gradients to those before, of which experts are taken to
-be most where layers have them. The update takes as long as the bytes that its operations read and write, or their part
-of a measured update of all parameters. The embedding's and the head's sums take no time. Later stages of the language
-model run the user's step up to its first layer again.
+`cp_mode` but ``items`` with a sample for each rank) and the exchanges of experts; so has its backward. Messages between
+stages take their time in the simulated step. Gradients are summed while the last backward runs, and rows of parameters
+are gathered before the step or after it, as the engine does. Each microbatch adds its gradients to those before, of
+which experts are taken to be most where layers have them. The update takes as long as the bytes that its operations
+read and write, or their part of a measured update of all parameters. The embedding's and the head's sums take no time.
+Later stages of the language model run the user's step up to its first layer again.
 
 Ranks of a node compute at once. Where they share memory or cores, all that they compute takes `compute_slowdown` times
 as long as on a rank alone, on which layers and updates are measured.
@@ -241,7 +241,8 @@ class LayoutCosts:
         within, block, beyond = (self.cluster.link(range(size)) for size in (tp, tp * cp, tp * ep))
         sums = {p.source: p.input for p in two.products if p.kind == "column" and p.passes}
         results = [p.output for p in two.products if p.kind == "row"]
-        keys = 0.0 if modality.context.cp_mode == "items" else block.all_gather(cp, work.keys * cp)
+        by_items = modality.context.cp_mode == "items" and factor * self.samples >= 1  # else sequences are split
+        keys = 0.0 if by_items else block.all_gather(cp, work.keys * cp)
         routed = 2 * beyond.all_to_all(ep, work.routed)
         forward = self.cluster.seconds(work.flops + work.attention, work.moved) * scale.forward + keys + routed
         forward = max(forward + sum(within.all_reduce(tp, size * factor) for size in results), _LEAST)

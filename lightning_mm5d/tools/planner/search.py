@@ -11,8 +11,9 @@ encoders that train have a recomputation each; ZeRO is the same for all. What a 
 that differ in nothing else the fastest is returned.
 
 A step has the same samples in all layouts. `tp_size` stays within a node. Encoders have the replicas of the loss
-modality, or share ranks; their `cp_size` is 1 or that of the loss modality. What it says of paths stays. Modalities
-after the language model and replicas that are unlike are refused.
+modality, or share ranks. Their `cp_size` is 1 or that of the loss modality; then each rank takes whole items, where a
+run accepts that and the configuration names no other `cp_mode`. What it says of paths stays. Modalities after the
+language model and replicas that are unlike are refused.
 """
 
 from __future__ import annotations
@@ -29,20 +30,13 @@ from itertools import chain, count, islice, product
 from operator import le
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.groups import path_of, value_of, with_fields
 from lightning_mm5d.config.modality import Modality, decoders_of
 from lightning_mm5d.config.tables import memory_text
 from lightning_mm5d.features.auto_schedule import lower_bound
-from lightning_mm5d.features.shared_experts.experts import find_experts
-from lightning_mm5d.layout.layout import Layout
-from lightning_mm5d.partition import partition
 from lightning_mm5d.partition.costs import costed, kept_of, step_costs
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.tensor_parallel.plan_lookup import divide
-from lightning_mm5d.tensor_parallel.resolve import Division
 from lightning_mm5d.tools.planner.inspect import options
 from lightning_mm5d.tools.planner.layout_costs import LayoutCosts, Link, StepTime
 from lightning_mm5d.tools.planner.placements import Space, configured, layer_costs, plain, recomputing, replica_graph
@@ -311,14 +305,18 @@ class LayoutSearch:
                         yield Candidate({**sizes, **shared}, "", samples, batch // samples)
 
     def _sizes(self, name: str) -> list[Modality]:
-        """A modality with each `tp_size` and `cp_size` that a run accepts for it."""
+        """A modality with each `tp_size` and `cp_size` that a run accepts for it; encoders share items if they can."""
         layout, now, sized = self.plan.layout, self.plan.modalities[name], list[Modality]()
+        by_items = name != self.plan.partition.loss_modality and now.context.cp_mode == "allgather"
         if not self.plan.partition.parts[name].paths:
             return [now]
         tps = [tp for tp in divisors(layout.ranks_per_node) if tp == 1 or self._works(name, replace(now, tp_size=tp))]
-        for cp in divisors(layout.size):
-            if cp == 1 or (cp <= 2 * layout.ranks_per_node and self._works(name, replace(now, cp_size=cp))):
-                sized += [replace(now, tp_size=tp, cp_size=cp) for tp in tps if layout.size % (tp * cp) == 0]
+        for cp in (cp for cp in divisors(layout.size) if cp <= 2 * layout.ranks_per_node):
+            ways = [replace(now, cp_size=cp)]
+            if by_items and cp > 1:  # nothing travels
+                ways.insert(0, with_fields(now, cp_size=cp, cp_mode="items"))
+            if shared := next((way for way in ways if cp == 1 or self._works(name, way)), None):
+                sized += [replace(shared, tp_size=tp) for tp in tps if layout.size % (tp * cp) == 0]
         return sized
 
     def _works(self, name: str, tried: Modality) -> bool:
@@ -398,7 +396,8 @@ class LayoutSearch:
         """Seconds of the forward and backward of each unit."""
         modality = candidate.modalities[name]
         again = str(modality.memory.activation_checkpointing)
-        key = name, modality.tp_size, modality.cp_size, modality.ep_size, again, candidate.samples
+        sizes = modality.tp_size, modality.cp_size, modality.context.cp_mode, modality.ep_size
+        key = name, *sizes, again, candidate.samples
         if key not in self._known:
             row = self.costs.units(name, modality, candidate.samples)
             kept_of_layers = kept_of(name, modality, [len(row) - 2]) if len(row) > 2 else ()
@@ -524,6 +523,7 @@ def words(candidate: Candidate) -> str:
     for name, cfg in candidate.modalities.items():
         sizes = {"dp": cfg.dp_size or 1, "tp": cfg.tp_size, "cp": cfg.cp_size, "ep": cfg.ep_size, "pp": cfg.stages}
         terms = [f"{key} {size}" for key, size in (sizes | {"chunks": cfg.pipeline.pp_chunks}).items() if size > 1]
+        terms += [f"cp_mode {cfg.context.cp_mode}"] * (cfg.cp_size > 1 and cfg.context.cp_mode != "allgather")
         terms += [f"zero {cfg.sharding.zero_stage}"] * bool(cfg.sharding.zero_stage)
         terms += [f"recompute {cfg.memory.activation_checkpointing}"] * (cfg.memory.activation_checkpointing != "none")
         terms += [f"offload {' and '.join(cfg.offloads)}"] * bool(cfg.offloads)
@@ -554,29 +554,3 @@ def check_searched(modalities: Mapping[str, Modality]) -> None:
         for path, (cannot, rule, fix) in refused.items():
             if cannot:
                 raise ConfigError(f"modalities.{name}.{path_of(path)}", value_of(modality, path), rule, fix)
-
-
-def plan_maker(plan: Plan, module: nn.Module) -> Callable[[Mapping[str, Modality]], Plan]:
-    """Return what makes the plan of other modalities on the ranks of `plan`; what tensor parallelism makes is kept."""
-    divisions: dict[object, Division] = {}
-
-    def plan_of(modalities: Mapping[str, Modality]) -> Plan:
-        layout = Layout.build(
-            modalities,
-            world_size=plan.layout.size,
-            loss_modality=plan.partition.loss_modality,
-            ranks_per_node=plan.layout.ranks_per_node,
-        )
-        cut = partition(module, modalities)
-        experts = find_experts(module, cut, modalities)
-        key = tuple(
-            (cfg.tensor.tp_mode, cfg.tensor.tp_depth, cfg.tp_size, cfg.tensor.expert_tp_size, experts != {})
-            for cfg in modalities.values()
-        )
-        if key not in divisions:
-            names = {path: layer.parameters for path, layer in experts.items()}
-            divisions[key] = divide(module, cut, modalities, names)
-        changed = replace(plan, layout=layout, partition=cut, modalities=modalities)
-        return replace(changed, division=divisions[key], experts=experts)
-
-    return plan_of

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.tools.cli.cluster_file import as_yaml, measure_links, read_cluster
+from lightning_mm5d.tools.cli.cluster_file import as_yaml, device_here, measure_links, read_cluster
 from lightning_mm5d.tools.planner.layout_costs import Cluster, Link
 
 GOOD = "nodes: 2, ranks: 4, memory: 80GiB"
@@ -41,6 +42,28 @@ def test_ranks_slow_each_other_down_only_where_the_file_says_so(tmp_path: Path) 
     assert read(tmp_path, f"{GOOD}, compute_slowdown: 1.08").compute_slowdown == 1.08
 
 
+def test_a_device_stands_for_its_numbers_and_others_beside_it_count_first(tmp_path: Path) -> None:
+    by_name = read(tmp_path, "nodes: 2, ranks: 4, device: NVIDIA H100 80GB HBM3")
+    assert (by_name.flops, by_name.memory_bandwidth, by_name.memory) == (989.4e12, 3.35e12, 80 * 10**9)
+    assert by_name.efficiency == 0.4
+    changed = read(tmp_path, "nodes: 2, ranks: 4, device: H100, memory: 70GiB, efficiency: 0.5, flops: 1e15")
+    assert (changed.flops, changed.memory, changed.efficiency) == (1e15, 70 * 2**30, 0.5)
+    assert changed.memory_bandwidth == 3.35e12
+
+
+def test_a_gpu_of_this_machine_has_the_speeds_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, speeds in {
+        "NVIDIA H200": {"flops": 989.4e12, "memory_bandwidth": 4.8e12, "efficiency": 0.4},
+        "Quadro": {},
+    }.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert device_here() == speeds
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_here() == {}
+
+
+DEVICE = "cluster.device: got 'H1000'. Peaks are known of GB200, B200, "
 SLOWDOWN = "cluster.compute_slowdown: got 0.9. It is a number from 1 to 1000. Write for instance 1.05"
 LATENCY = "cluster.links.inside.latency: got 0. It is a number from 1e-12 to 1000. Write for instance 5e-6"
 
@@ -54,6 +77,8 @@ LATENCY = "cluster.links.inside.latency: got 0. It is a number from 1e-12 to 100
         (f"{GOOD}, links: 3", "cluster.links: got 3"),
         (f"{GOOD}, links: {{inside: {{latency: 1}}}}", "cluster.links.inside.bandwidth: got None"),
         (f"{GOOD}, links: {{inside: {{latency: -1, bandwidth: 1}}}}", "cluster.links.inside.latency: got -1"),
+        ("nodes: 2, ranks: 4, device: H1000", DEVICE),
+        ("nodes: 2, ranks: 4, device: null", "cluster.memory: got None"),
         (f"{GOOD}, efficiency: 40", "cluster.efficiency: got 40"),
         (f"{GOOD}, flops: fast", "cluster.flops: got 'fast'"),
         (

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from features.toys import LANGUAGE, VISION, WIDTH, Layout, Samples, Toy
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.tools.cli.commands import sent_over
 from lightning_mm5d.tools.cli.estimates import step_of
 from lightning_mm5d.tools.cli.job import Job, settle
 from lightning_mm5d.tools.cli.main import main
@@ -118,7 +119,7 @@ def planned(layout: Layout, **options: Any) -> Any:
     return strategy(layout.modalities, num_microbatches=M, schedule=schedule, **options)
 
 
-def counted(rank: int, layout: Layout) -> Any:
+def counted(rank: int, layout: Layout, kind: type[L.LightningModule], data: type[L.LightningDataModule]) -> Any:
     warnings.simplefilter("ignore")
     counts = Counted()
     gathers = [
@@ -141,17 +142,17 @@ def counted(rank: int, layout: Layout) -> Any:
         enable_model_summary=False,
         callbacks=[counts],
     )
-    trainer.fit(Adam(), Data())
+    trainer.fit(kind(), data())
     for one in patches:
         one.stop()
     return counts.last
 
 
-def dry(layout: Layout, module: Any = None) -> DryRuns:
+def dry(layout: Layout, module: Any = None, data: Any = None) -> DryRuns:
     made = planned(layout)
     settle(made, layout.world, 1)
-    module = module or Adam()
-    return DryRuns(Job(made, module, made.modalities, Data(), "64-true", plan=made.validate(module, Data())))
+    module, data = module or Adam(), data or Data()
+    return DryRuns(Job(made, module, made.modalities, data, "64-true", plan=made.validate(module, data)))
 
 
 def messages_of(run: DryRun) -> tuple[Counter[Any], Counter[Any]]:
@@ -167,7 +168,7 @@ def messages_of(run: DryRun) -> tuple[Counter[Any], Counter[Any]]:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_counts_the_messages_and_bytes_of_a_real_step(layout: Layout) -> None:
     runs = dry(layout)
-    for rank, real in enumerate(run_ranks(layout.world, counted, layout)):
+    for rank, real in enumerate(run_ranks(layout.world, counted, layout, Adam, Data)):
         assert messages_of(runs.of(rank)) == real, rank
 
 
@@ -192,10 +193,11 @@ def test_memory_is_that_of_the_estimate() -> None:
 class Texting(L.LightningModule):
     """A Llama of eight layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 8, width: int = 256) -> None:
         super().__init__()
-        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
-        self.model = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_hidden_layers=8, use_cache=False, **sizes))
+        sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 8}
+        config = LlamaConfig(vocab_size=512, num_hidden_layers=layers, use_cache=False, num_key_value_heads=4, **sizes)
+        self.model = LlamaForCausalLM(config)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         return self.model(**batch).loss
@@ -208,6 +210,38 @@ class Texts(L.LightningDataModule):
     def train_dataloader(self) -> Any:
         tokens = torch.randint(512, (M, 512))
         return DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=M)
+
+
+class Small(Texting):
+    def __init__(self) -> None:
+        super().__init__(layers=4, width=32)
+        self.double()
+
+
+class Lines(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        tokens = torch.randint(512, (6 * M, 16))
+        return DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=2 * M)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_counts_the_messages_and_bytes_of_tensor_parallel_ranks() -> None:
+    """language: ranks 0-1, which share layers and sequences."""
+    layout = Layout({"language": Modality(tp_size=2, tensor={"sequence_parallel": True})}, 2)
+    runs = dry(layout, Small(), Lines())
+    for rank, real in enumerate(run_ranks(layout.world, counted, layout, Small, Lines)):
+        assert messages_of(runs.of(rank)) == real, rank
+
+
+def test_bytes_are_those_of_links_inside_a_node_and_between_nodes() -> None:
+    """vision: rank 0, language: ranks 1 and 2; nodes of two ranks."""
+    run = dry(next(iter(LAYOUTS.values()))).of(1)
+    payloads = {to: sent for (group, to, _), sent in run.messages.items() if group == "payloads"}
+    assert payloads.keys() == {0, 2}
+    links = sent_over(run, ranks_per_node=2)
+    assert links["inside"] == {"messages": payloads[0][0], "bytes": payloads[0][1]}
+    assert sum(links.values(), Counter[str]())["bytes"] == sum(size for _, size in run.messages.values())
+    assert not sum(sent_over(run, ranks_per_node=3)["between"].values())
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -273,6 +307,8 @@ def test_the_command_prints_memory_beside_the_estimate(capsys: pytest.CaptureFix
     assert main(digits("--rank", "3")) == 0
     out = capsys.readouterr().out
     assert "rank 3: language.1; its host took" in out
+    inside, between, every = out.partition("links ")[2].splitlines()[1:4]
+    assert (between.split(), every.split()[1:]) == (["between", "nodes", "0", "0.0", "B"], inside.split()[3:])
     dry, guess = next(line.split()[1::2] for line in out.splitlines() if line.startswith("peak"))
     assert float(dry) == pytest.approx(float(guess), rel=0.1)
 
@@ -283,6 +319,7 @@ def test_the_command_runs_one_rank_of_each_class_in_lightnings_own_precision(
     assert main(digits("--all", "--json", "--world=8", "--trainer.precision=null")) == 0
     found = json.loads(capsys.readouterr().out)
     assert [len(one["equal_ranks"]) for one in found] == [2, 2, 2, 2]
+    assert all(one["links"]["inside"]["bytes"] > 0 for one in found)
     assert {one["rank"] for one in found} == {one["equal_ranks"][0] for one in found}
 
 

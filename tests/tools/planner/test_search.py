@@ -14,7 +14,7 @@ from lightning_mm5d.config.groups import with_fields
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.tools.planner import search
 from lightning_mm5d.tools.planner.layout_costs import Link
-from lightning_mm5d.tools.planner.search import Judged, LayoutSearch, words
+from lightning_mm5d.tools.planner.search import Candidate, Judged, LayoutSearch, words
 from tools.planner.searches import searching
 
 
@@ -164,3 +164,27 @@ def test_encoders_have_a_recomputation_of_their_own_and_none_where_they_are_froz
     frozen = replace(one, costs=replace(one.costs, step=replace(one.costs.step)))
     assert frozen._recomputed == (["language"], [])
     assert frozen._most_levels(sizes)[1] == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_encoders_on_ranks_that_share_sequences_take_whole_items_which_is_faster() -> None:
+    """vision and language on ranks 0-1."""
+    one = searching("llava", 2, **SLOW)
+    (chosen,) = (each for each in one._sizes("vision") if (each.cp_size, each.tp_size) == (2, 1))
+    assert chosen.context.cp_mode == "items"
+    assert {each.context.cp_mode for each in one._sizes("language")} == {"allgather"}
+
+    def candidate(mode: str, samples: int) -> Candidate:
+        language = replace(one.plan.modalities["language"], cp_size=2)
+        modalities = {"vision": with_fields(chosen, cp_mode=mode), "language": language}
+        return Candidate(modalities, "1f1b", samples, 4 // samples)
+
+    def seconds(mode: str, samples: int) -> float:
+        return one.judged(candidate(mode, samples)).time.seconds
+
+    assert seconds("items", 2) < seconds("allgather", 2)
+    assert seconds("items", 1) == seconds("allgather", 1), "sequences of a single item are split"
+    assert one.accepted(candidate("items", 2)).modalities["vision"].context.cp_mode == "items"
+    assert words(candidate("items", 2)).startswith("vision: cp 2 cp_mode items with language, language: cp 2;")
+    configured = searching("llava", 2, fields={"vision": {"context": {"cp_mode": "ring"}}}, **SLOW)
+    assert {each.context.cp_mode for each in configured._sizes("vision")} == {"ring"}
