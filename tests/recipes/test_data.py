@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections import Counter
 from functools import lru_cache
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_mm5d import ConfigError, Modality, MultimodalDataModule, MultimodalModule, MultimodalProcessor
 from lightning_mm5d.models import item_inputs
+from models.test_media import film
 from models.tiny_composed import composed, processor
 from parity.harness import Recorder, strategy
 from ranks import call_ranks, run_ranks
@@ -117,7 +119,7 @@ def decoding(rank: int, path: Path, lazy: bool) -> tuple[list[float], Counter[st
     modalities = {"vision": Modality(), "audio": Modality(colocate_with="vision"), "language": Modality()}
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in ("read_image", "read_sound"):
+        for name in ("read_image", "read_sound", "_read_video"):
             read = getattr(item_inputs, name)
             patch.setattr(
                 item_inputs, name, lambda *args, name=name, read=read: (decoded.update([name]), read(*args))[1]
@@ -132,12 +134,18 @@ def decoding(rank: int, path: Path, lazy: bool) -> tuple[list[float], Counter[st
 def test_a_rank_decodes_the_files_that_it_encodes_and_losses_are_those_of_all_decoded(tmp_path: Path) -> None:
     """vision and audio: rank 0; language: rank 1."""
     path = write(tmp_path, rows=48)
+    film(tmp_path / "film.mp4", 3, "mpeg4")
+    lines = path.read_text().splitlines()
+    turns = [{"from": "human", "value": "<image> what"}, {"from": "gpt", "value": "this"}]
+    lines[1::4] = [json.dumps({"image": ["film.mp4"], "conversations": turns})] * 12
+    path.write_text("\n".join(lines))
     eager, lazy = (run_ranks(2, decoding, path, kind) for kind in (False, True))
-    assert [decoded for _, decoded in eager] == [{"read_image": 48, "read_sound": 12}] * 2
+    assert [decoded for _, decoded in eager] == [{"read_image": 36, "read_sound": 12, "_read_video": 12}] * 2
     assert [losses for losses, _ in lazy] == [losses for losses, _ in eager]
     encoding, others = (decoded for _, decoded in lazy)
     assert not others
-    assert 48 <= encoding["read_image"] <= 1.05 * 48
+    assert 36 <= encoding["read_image"] <= 1.05 * 36
+    assert encoding["_read_video"] == 12
     assert 12 <= encoding["read_sound"] <= 1.05 * 12
 
 
