@@ -94,7 +94,7 @@ def test_videos_of_unlike_lengths_in_folders_are_padded_where_they_are_read(tmp_
 def test_videos_whose_headers_list_their_frames_are_decoded_where_they_are_read(
     frames: int | None, tmp_path: Path
 ) -> None:
-    """One has frames, 5 of 9, that an edit list leaves out, and one tells key frames alone: both are decoded at once."""
+    """Decoded at once: one whose edit list leaves out 5 of 9 frames, and one that tells key frames alone."""
     encoders = {"video": ModalityEncoder(hf.CLIPVisionModel(hf.CLIPVisionConfig(**SIZES, image_size=8, patch_size=4)))}
     model = MultimodalModel(encoders=encoders, language_model=language_model())
     made = MultimodalProcessor(tokenizer(CHATML), {"video": processors()["vision"]}, model, frames=frames)

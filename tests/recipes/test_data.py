@@ -196,7 +196,9 @@ def answers(rank: int | None, path: Path) -> list[Any]:
         modalities = {"vision": Modality(), "audio": Modality(colocate_with="language"), "language": Modality()}
         run = trainer(
             devices=1 if rank is None else 2,
-            strategy="auto" if rank is None else strategy(modalities, num_microbatches=2),
+            strategy="auto"
+            if rank is None
+            else strategy(modalities, num_microbatches=2, batching={"balance": known is None}),
             precision="64-true",
             limit_predict_batches=2,
         )
