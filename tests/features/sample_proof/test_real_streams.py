@@ -22,6 +22,7 @@ from lightning_mm5d import LazyTensor, Modality
 from lightning_mm5d.config.errors import RankMismatchError
 
 datasets = pytest.importorskip("datasets")
+distributed = pytest.importorskip("datasets.distributed")
 wds = pytest.importorskip("webdataset")
 COUNT, BATCH, SHARDS = 48, 8, 4
 BOTH = Layout({"vision": Modality(dp_size=2, **VISION), "language": Modality(dp_size=2, pp_size=2, **LANGUAGE)}, 6, 2)
@@ -41,8 +42,9 @@ def rows() -> dict[str, Any]:
 
 
 def as_tensors(row: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: torch.tensor(value) if name != "images" else torch.tensor(value, dtype=torch.float64)
-        for name, value in row.items()}  # fmt: skip
+    """Without what WebDataset adds, such as a sample's key."""
+    dtypes = {"images": torch.float64, "tokens": torch.int64, "label": torch.int64}
+    return {name: torch.as_tensor(row[name], dtype=dtype) for name, dtype in dtypes.items() if name in row}
 
 
 def collated(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -92,12 +94,14 @@ def streamed(shards: int) -> Any:
 
 
 def split(stream: Callable[[], Any], rank: int, world: int) -> Any:
-    return datasets.distributed.split_dataset_by_node(stream(), rank=rank, world_size=world)
+    return distributed.split_dataset_by_node(stream(), rank=rank, world_size=world)
 
 
 def of_stream(stream: Callable[[], Any], run: Run) -> Any:
-    return fit(run, lambda module: DataLoader(
-        Split(run, partial(split, stream), module), run.loader().batch_size, collate_fn=collated))  # fmt: skip
+    def loader(module: Any) -> Any:
+        return DataLoader(Split(run, partial(split, stream), module), run.loader().batch_size, collate_fn=collated)
+
+    return fit(run, loader, limit_train_batches=4)  # replicas of interleaved streams may end at unlike times
 
 
 def by_shards(run: Run) -> Any:
@@ -199,7 +203,7 @@ def of_tars(run: Run, stages: Callable[[list[str], int], list[Any]], **options: 
     files = sorted(str(path) for path in SHARED.glob("*.tar"))
 
     def of(replica: int) -> Any:
-        tail = [wds.tarfile_to_samples(), wds.decode(), wds.map(partial(of_sample))]
+        tail = [wds.tarfile_to_samples(), wds.decode(), wds.map(of_sample)]
         return wds.DataPipeline(*stages(files, replica), *tail)
 
     def loader(module: Any) -> Any:
