@@ -1,15 +1,18 @@
 """Samples with 0 to 30 JPEG images and a WAV file each, on four ranks, which decode what they read, or everything.
 
 Files of 256 x 256 pixels and a second of sound are written once and decoded in each step, with Pillow and the standard
-library. The models are small, so that decoding is most of a step. Sides take turns; images that each rank has
-decoded are counted.
+library. The models are small, so that decoding is most of a step. Sides take turns; what each rank has decoded is
+counted, with the processor's seconds that its threads took for it, and the highest memory of its process.
 """
 
 from __future__ import annotations
 
 import resource
 import tempfile
+import time
 import wave
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,21 +28,28 @@ from varying_images import TOKENS, WIDTH, Album, image_counts
 from lightning_mm5d import LazyTensor, Modality, MultimodalStrategy
 
 STEPS, BATCH, MICROBATCHES, PIXELS, FILES, SOUND = 16, 32, 4, 64, 64, 16000
-DECODED = {"images": 0, "sounds": 0}
+DECODED = {"images": 0.0, "sounds": 0.0, "seconds": 0.0}
+
+
+@contextmanager
+def counted(kind: str) -> Iterator[None]:
+    """Count a file and what this thread computes meanwhile."""
+    began = time.thread_time()
+    yield
+    DECODED[kind] += 1
+    DECODED["seconds"] += time.thread_time() - began
 
 
 def decode_image(path: Path) -> Tensor:
     """[3, PIXELS, PIXELS]"""
-    DECODED["images"] += 1
-    with Image.open(path) as image:
+    with counted("images"), Image.open(path) as image:
         small = image.convert("RGB").resize((PIXELS, PIXELS))
-    return torch.from_numpy(np.array(small)).permute(2, 0, 1).float() / 255
+        return torch.from_numpy(np.array(small)).permute(2, 0, 1).float() / 255
 
 
 def decode_sound(path: Path) -> Tensor:
     """[SOUND]"""
-    DECODED["sounds"] += 1
-    with wave.open(str(path)) as sound:
+    with counted("sounds"), wave.open(str(path)) as sound:
         return torch.frombuffer(bytearray(sound.readframes(SOUND)), dtype=torch.int16).float() / 2**15
 
 
@@ -89,7 +99,7 @@ def _collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     }
 
 
-def _train(turns: Turns, rank: int, *, folder: Path, layout: str, lazy: bool) -> tuple[int, int, int]:
+def _train(turns: Turns, rank: int, *, folder: Path, layout: str, lazy: bool) -> tuple[int, int, int, int]:
     modalities = {
         "vision": Modality(module="vision", boundary="vision", dp_size=2 if layout == "vision dp 2" else 1),
         "audio": Modality(module="audio", boundary="audio"),
@@ -97,7 +107,8 @@ def _train(turns: Turns, rank: int, *, folder: Path, layout: str, lazy: bool) ->
     }
     strategy = MultimodalStrategy(modalities, batching={"num_microbatches": MICROBATCHES, "balance": True})
     fit(Talking(), DataLoader(Albums(folder, lazy=lazy), batch_size=BATCH, collate_fn=_collate), strategy, 4, turns)
-    return DECODED["images"], DECODED["sounds"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    return round(DECODED["images"]), round(DECODED["sounds"]), round(DECODED["seconds"] * 1000), memory
 
 
 def measure(folder: Path, layout: str) -> None:
@@ -111,7 +122,7 @@ def measure(folder: Path, layout: str) -> None:
         f"{milliseconds(lazy)} / {milliseconds(plain)}",
     )
     for name, raced in (("LazyTensor", lazy), ("tensors", plain)):
-        print(f"{name}: images, sounds, peak MiB of each rank:", *((a, b, c // 1024) for a, b, c in raced.results))
+        print(f"{name}: images, sounds, ms of decoding, peak MiB of each rank:", *raced.results)
 
 
 def main() -> None:

@@ -2,9 +2,11 @@
 
 Layers sleep instead of computing, so that more ranks than cores show what they wait for: an encoder for each of its
 images, the language model for each microbatch. Sides take turns. Of replicas also the images are counted. Orders of
-microbatches are simulated: an encoder before four stages under `1f1b`, over many batches.
+microbatches are simulated: an encoder before four stages under `1f1b`, over many batches. So is what encoder replicas
+have to do with images of unlike sizes and videos of unlike lengths, in floating point operations of their layers: dealt
+by rows, by what items cost, and by routing single items to encoders, which bounds them.
 
-usage: python benchmarks/varying_images.py [microbatches] [replicas] [orders]
+usage: python benchmarks/varying_images.py [microbatches] [replicas] [orders] [items]
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from sleeping import WIDTH
 from torch import Tensor, nn
@@ -33,6 +36,8 @@ IMAGE_S, LANGUAGE_S = 0.0006, 0.02  # of a forward on one rank, so that all have
 STEPS, BATCH, MICROBATCHES, TOKENS = 20, 64, 8, 8
 REPLICAS, COUNTED = 4, 50  # steps whose images are counted
 BATCHES, DEEP, MANY, SIMULATED_SAMPLES = 200, 4, 16, 128  # simulated: stages of the language model, microbatches
+ENCODER_WIDTH, ROUTED_STEPS, PER_MICROBATCH = 1024, 50, 4  # of the encoders whose replicas are compared
+WAYS = ("as they come", "even microbatches", "by rows", "by cost", "items")
 DRAWN = 100  # orders of the microbatches of each eighth batch
 
 
@@ -247,8 +252,83 @@ def simulate_orders() -> None:
         )
 
 
+def drawn_items(kind: str, samples: int, generator: np.random.Generator) -> list[list[tuple[float, float]]]:
+    """The items of each sample: how many patches attend to each other, and how often (the frames of a video)."""
+    counts = np.minimum(30, generator.lognormal(1, 1, samples)).astype(int)
+    if kind == "images of one size":
+        return [[(576.0, 1.0)] * count for count in counts]
+    if kind == "images of unlike sizes":
+        drawn = (np.clip(generator.lognormal(np.log(1024), 1, count), 64, 16384) for count in counts)
+        return [[(float(patches), 1.0) for patches in sizes] for sizes in drawn]
+    frames = np.clip(generator.lognormal(np.log(16), 1, samples), 1, 128).round()
+    return [[(256.0, float(count))] for count in frames]
+
+
+def busiest(kind: str, encoders: int, replicas: int, microbatches: int, way: str) -> tuple[float, float, float]:
+    """Work of the busiest encoder in a step: over the mean, over the mean or the costliest sample, and of microbatches.
+
+    Args:
+        kind: of items.
+        encoders: replicas of the encoder.
+        replicas: of the language model.
+        microbatches: of each of these.
+        way: ``"as they come"``; ``"even microbatches"``, by rows, whichever encoder takes them; ``"by rows"`` and
+            ``"by cost"``, as `balance` deals whole samples; ``"items"``, each to any encoder, longest first.
+    """
+    generator, turns = np.random.default_rng(0), max(1, encoders // replicas)
+    dealt_to, ratios = 1 if way == "even microbatches" else turns, []
+    for _ in range(ROUTED_STEPS):
+        drawn = drawn_items(kind, replicas * microbatches * PER_MICROBATCH, generator)
+        items = [[times * length * (1 + length / (6 * ENCODER_WIDTH)) for length, times in own] for own in drawn]
+        work = np.array([sum(own) for own in items])
+        rows = np.array([sum(length * times for length, times in own) for own in drawn])
+        busy, parts = np.zeros(encoders), np.zeros(replicas * microbatches)
+        if way == "items":
+            for sums in (busy, parts):
+                for cost in sorted((cost for own in items for cost in own), reverse=True):
+                    sums[sums.argmin()] += cost
+        else:
+            costs = work if way == "by cost" else rows
+            step = [[*range(replica, len(work), replicas)] for replica in range(replicas)]
+            if replicas > 1 and way != "as they come":
+                step = Exchange({"items": costs}).evened(step)
+            sizes = [PER_MICROBATCH] * microbatches
+            for replica, batch in enumerate(step):
+                line = in_line({"items": costs[batch].tolist()}, sizes, fills=turns == 1, turns=dealt_to)
+                if line is None or way == "as they come":
+                    line = np.arange(len(batch)).reshape(microbatches, -1).tolist()
+                for number, part in enumerate(line):
+                    cost = work[batch][part].sum()
+                    parts[replica * microbatches + number] = cost
+                    encoder = replica * encoders // replicas + (number % turns if encoders > replicas else 0)
+                    busy[encoder] += cost
+        ratios.append((busy.max() / busy.mean(), busy.max() / max(busy.mean(), work.max()), parts.max() / parts.mean()))
+    return tuple(float(value) for value in np.mean(ratios, axis=0))  # type: ignore[return-value]
+
+
+def measure_items() -> None:
+    """Print how busy the busiest encoder replica is, by the way in which its items are dealt."""
+    for kind in ("images of one size", "images of unlike sizes", "videos"):
+        for encoders, replicas in ((2, 1), (4, 1), (2, 2), (4, 2)):
+            for microbatches in (4, 8, 16):
+                found = {way: busiest(kind, encoders, replicas, microbatches, way) for way in WAYS}
+                row(
+                    f"{kind}, encoder dp {encoders}, language dp {replicas}, {microbatches} microbatches of "
+                    f"{PER_MICROBATCH}: busiest encoder / mean or costliest sample, by cost",
+                    found["by cost"][1],
+                    "1.05",
+                    "; ".join(f"{way} {mean:.3f} ({of_bound:.3f})" for way, (mean, of_bound, _) in found.items())
+                    + f"; microbatches {found['by cost'][2]:.2f}",
+                )
+
+
 def main(names: list[str]) -> None:
-    figures = {"microbatches": measure_microbatches, "replicas": measure_replicas, "orders": simulate_orders}
+    figures = {
+        "microbatches": measure_microbatches,
+        "replicas": measure_replicas,
+        "orders": simulate_orders,
+        "items": measure_items,
+    }
     for name in names or figures:
         figures[name]()
 

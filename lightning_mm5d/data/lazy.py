@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -258,6 +259,22 @@ def _loads_in_worker(sources: Sequence[_Source]) -> bool:
     return False
 
 
+class _ByValue(pickle.Pickler):
+    """Pickles tensors by their values, and not by where they lie in memory."""
+
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.layout is not torch.strided:
+            return None
+        return str(value.dtype), tuple(value.shape), value.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _by_value(load: Any) -> bytes:
+    """Return what is equal for equal functions in all processes."""
+    file = io.BytesIO()
+    _ByValue(file).dump(load)
+    return file.getvalue()
+
+
 class _OneRow:
     """Loads a tensor as one row of a batch."""
 
@@ -366,7 +383,7 @@ class LazyTensor(Waiting):
                 digest.update(f"{source.shape} {source.dtype} {start} {end}".encode())
                 with suppress(Exception):  # a function within a function, an open file
                     tells = getattr(source.load, "identity", None)
-                    digest.update(pickle.dumps(source.load) if tells is None else tells())
+                    digest.update(_by_value(source.load) if tells is None else tells())
             self._key = digest.digest()
         return self._key
 

@@ -64,11 +64,24 @@ class Microbatch:
     places: tuple[int, ...] | None = None
 
 
-Dealer = Callable[[Mapping[str, Sequence[int]], Sequence[int]], "list[list[int]] | None"]
+class Owned(NamedTuple):
+    """What each of the B samples has of a packed kind.
+
+    Attributes:
+        rows: how many rows.
+        pairs: how many pairs of rows attend to each other: those of an image, or of each frame of a video, where a
+            table of ``(frames, height, width)`` tells them; else 0.
+    """
+
+    rows: list[int]
+    pairs: list[int]
+
+
+Dealer = Callable[[Mapping[str, Owned], Sequence[int]], "list[list[int]] | None"]
 """Deals the samples of a batch out to microbatches.
 
-Takes how many rows of each packed kind every sample owns, ``{"image": [2, 0, 5]}``, and the sizes of the microbatches;
-returns the samples of each, in rising order; None leaves the order of the batch.
+Takes what every sample owns of each packed kind, ``{"image": Owned([2, 0, 5], [0, 0, 0])}``, and the sizes of the
+microbatches; returns the samples of each, in rising order; None leaves the order of the batch.
 """
 
 
@@ -266,20 +279,32 @@ def joined_parts(batch: Any, parts: Sequence[Microbatch], image_tokens: PackedTo
     return Microbatch(_taken(batch, cuts, _rows_of(places)), count, places=tuple(places))
 
 
-def _packed_sizes(batch: Any, cuts: Mapping[Path, _Cut]) -> dict[str, list[int]]:
-    """How many rows every sample owns of each kind, by its field with the most elements: of patches, frames, texts."""
+def _packed_sizes(batch: Any, cuts: Mapping[Path, _Cut]) -> dict[str, Owned]:
+    """What every sample owns of each kind, by its field with the most elements: of patches, frames, texts."""
     largest: dict[str, tuple[int, list[int]]] = {}
+    tables: list[list[list[list[int]]]] = []  # [B][items][frames, height, width]
     for path, value in leaves(batch):
         cut = cuts.get(path)
         if cut is None or cut.dim or not (is_array(value) or _is_ragged(value)):
             continue
         is_ragged = not is_array(value)
         rows = [len(sample) for sample in value] if is_ragged else [end - start for start, end in pairwise(cut.bounds)]
+        if type(value) is torch.Tensor and value.shape[1:] == (3,) and not value.is_floating_point():
+            sizes = value.tolist()
+            tables.append([sizes[start:end] for start, end in pairwise(cut.bounds)])
         if len({*rows}) > 1:
             kind = (kind_of(path[-1]) if path else None) or str(path)
             elements = sum(rows) * math.prod((value[0] if is_ragged else value).shape[1:])
             largest[kind] = max(largest.get(kind, (0, rows)), (elements, rows))
-    return {kind: rows for kind, (_, rows) in largest.items()}
+    return {kind: Owned(rows, _pairs(rows, tables)) for kind, (_, rows) in largest.items()}
+
+
+def _pairs(rows: list[int], tables: list[list[list[list[int]]]]) -> list[int]:
+    """The pairs of rows within a frame of each sample, by the table whose items have as many rows as the samples."""
+    for table in tables:
+        if [sum(math.prod(size) for size in items) for items in table] == rows:
+            return [sum(frames * (height * width) ** 2 for frames, height, width in items) for items in table]
+    return [0] * len(rows)
 
 
 def _taken(node: Any, cuts: Mapping[Path, _Cut], take: Callable[[Any, _Cut], Any], path: Path = ()) -> Any:

@@ -182,30 +182,33 @@ def pair(value: Any) -> tuple[int, int]:
 # --- images in a grid of patches, all of one size ---
 
 
-def split_frames(inputs: Inputs) -> tuple[Tensor, list[int]]:
-    """Return the frames (N, C, H, W) of ``pixel_values``, and how many each item has.
+def frame_counts(inputs: Inputs) -> list[int]:
+    """Return how many frames each item of ``pixel_values`` has, by its shape alone.
 
     An image (N, C, H, W) is one frame. Videos (N, F, C, H, W) have as many as ``num_frames`` (N,) says, or F.
     """
-    pixels = inputs["pixel_values"]
-    if pixels.dim() == 4:
-        return pixels, [1] * len(pixels)
-    if pixels.dim() != 5:
+    pixels, counts = inputs["pixel_values"], inputs.get("num_frames")
+    if pixels.dim() not in (4, 5):
         rule = "Images are (N, C, H, W), videos (N, F, C, H, W)"
         raise ConfigError("pixel_values", tuple(pixels.shape), rule, "Stack the images of a batch along the first dim")
-    counts = inputs.get("num_frames")
-    if counts is None:
-        return pixels.flatten(0, 1), [pixels.shape[1]] * len(pixels)
-    frames = [int(count) for count in counts.tolist()]
-    if pixels.is_meta:
+    if pixels.dim() == 4 or counts is None:
+        return [1 if pixels.dim() == 4 else pixels.shape[1]] * len(pixels)
+    return [int(count) for count in counts.tolist()]
+
+
+def split_frames(inputs: Inputs) -> tuple[Tensor, list[int]]:
+    """Return the frames (N, C, H, W) of ``pixel_values``, and how many each item has, as `frame_counts`."""
+    pixels, frames = inputs["pixel_values"], frame_counts(inputs)
+    if pixels.dim() == 4:
+        return pixels, frames
+    if pixels.is_meta or inputs.get("num_frames") is None:
         return pixels.flatten(0, 1)[: sum(frames)], frames
     return torch.cat([video[:count] for video, count in zip(pixels, frames, strict=True)]), frames
 
 
 def _patch_sizes(config: Any, inputs: Inputs) -> list[ItemSize]:
-    pixels, frames = split_frames(inputs)
-    height, width = pair(config.patch_size)
-    return [size_of_grid(pixels.shape[-2] // height, pixels.shape[-1] // width, count) for count in frames]
+    (*_, rows, columns), (height, width) = inputs["pixel_values"].shape, pair(config.patch_size)
+    return [size_of_grid(rows // height, columns // width, count) for count in frame_counts(inputs)]
 
 
 def called_on_images(model: nn.Module, pixels: Tensor, layer: int) -> Tensor:

@@ -36,7 +36,7 @@ from lightning_mm5d.models.encoder_kinds import input_names, own_inputs
 
 SOUNDS = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a")
 VIDEOS = (".mp4", ".mkv", ".webm", ".avi", ".mov")
-_UNTOLD = (".npy", *SOUNDS[1:], *VIDEOS)
+_UNTOLD = (".npy", *SOUNDS[1:])
 """files whose headers are not read for their form"""
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
 """a tag of EXIF, and its values for images that lie on a side"""
@@ -86,7 +86,8 @@ def blank_of(value: Any, *, sampling_rate: int | None = None, frames: int | None
         frames: as for `read_item`.
 
     Returns:
-        Of an image, a wav file, and frames in a folder or a list; None where nothing but decoding tells the form.
+        Of an image, a wav file, a video whose header lists all frames (mp4, mov, avi), and frames in a folder or a
+        list; None where nothing but decoding tells the form.
     """
     files = _frames_of(value, frames)
     is_one = files is None
@@ -95,6 +96,8 @@ def blank_of(value: Any, *, sampling_rate: int | None = None, frames: int | None
             return None
         if Path(value).suffix.lower() == ".wav":
             return _blank_sound(Path(value), sampling_rate)
+        if Path(value).suffix.lower() in VIDEOS:
+            return _blank_video(Path(value), frames)
         files = [Path(value)]
     sizes = [_image_size(file) for file in files]
     if None in sizes:
@@ -125,6 +128,21 @@ def _blank_sound(path: Path, sampling_rate: int | None) -> tuple[Any, Any] | Non
         return None
     length = math.ceil(count * (sampling_rate or rate) / rate) if count else 0
     return (length,), np.zeros(length, np.float32)
+
+
+def _blank_video(path: Path, frames: int | None) -> tuple[Any, Any] | None:
+    try:
+        with importlib.import_module("av").open(str(path)) as opened:
+            stream = opened.streams.video[0]
+            listed = getattr(stream, "index_entries", ())  # since PyAV 17; in mkv and webm of key frames alone
+            shown = sum(not entry.is_discard for entry in listed)
+            if len(listed) != stream.frames or not shown:  # an edit list leaves some out
+                return None
+            size = stream.codec_context.width, stream.codec_context.height
+    except (ImportError, OSError, ValueError, IndexError):  # which decoding reports
+        return None
+    count = len(spaced(shown, frames))
+    return (False, *[size] * count), [importlib.import_module("PIL.Image").new("RGB", size)] * count
 
 
 def read_image(path: Path) -> Any:

@@ -231,8 +231,8 @@ class MultimodalProcessor:
             with_labels: whether to label what the assistant says, with the token that ends its turn.
             prompt: whether to leave out a last turn of the assistant, and have it speak next; without labels.
             lazy: whether files are decoded where something reads them, as far as their headers tell what they give:
-                images, wav files, and frames in a folder or a list, through a processor of transformers and without a
-                callback before the encoder.
+                images, wav files, videos in mp4, mov and avi, and frames in a folder or a list, through a processor of
+                transformers and without a callback before the encoder.
             options: for the template.
 
         Raises:

@@ -36,6 +36,7 @@ class MultimodalDataModule(L.LightningDataModule):
         root: the folder in which paths start, instead of that of each file.
         num_workers: processes that load.
         shuffle: whether training data is shuffled anew in each epoch.
+        lazy: as for `MultimodalCollator`.
 
     Raises:
         ConfigError: a file is missing or empty, or an argument does not fit.
@@ -56,6 +57,7 @@ class MultimodalDataModule(L.LightningDataModule):
         root: str | Path | None = None,
         num_workers: int = 0,
         shuffle: bool = True,
+        lazy: bool = True,
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -64,7 +66,7 @@ class MultimodalDataModule(L.LightningDataModule):
         self._files = {name: MessagesFile(path, root) for name, path in files.items() if path is not None}
         self._processor, self.batch_size = processor, batch_size
         self._num_workers, self._shuffle = num_workers, shuffle
-        self._limits: dict[str, Any] = {"max_length": max_length, "too_long": too_long, "lazy": True}
+        self._limits: dict[str, Any] = {"max_length": max_length, "too_long": too_long, "lazy": lazy}
         self._options: dict[str, dict[str, Any]] = {"train": {"packing": packing}, "predict": {"prompts": True}}
         if processor is not None:
             self._collator("train")  # refuses what does not fit before anything runs

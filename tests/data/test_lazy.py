@@ -270,3 +270,9 @@ def test_what_a_worker_cannot_load_is_raised_and_nothing_waits() -> None:
     batch = next(iter(DataLoader(Held(broken), num_workers=1, timeout=60)))
     with pytest.raises(OSError, match="item 0 is broken"):
         batch.sum()
+
+
+def test_what_holds_tensors_is_known_by_their_values() -> None:
+    values = torch.arange(6.0).view(2, 3)
+    same, other = (LazyTensor(functools.partial(torch.add, x, 1), (2, 3)) for x in (values.clone(), values + 1))
+    assert LazyTensor(functools.partial(torch.add, values, 1), (2, 3)).key() == same.key() != other.key()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,7 @@ from lightning_mm5d import LazyTensor, ModalityEncoder, MultimodalModel, Multimo
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.models.collating import MultimodalCollator
 from models.composed import doubled
-from models.test_media import wav
+from models.test_media import film, wav
 from models.tiny_composed import composed, image, language_model, processor, processors
 from models.tiny_tokenizers import CHATML, tokenizer
 
@@ -87,6 +88,47 @@ def test_videos_of_unlike_lengths_in_folders_are_padded_where_they_are_read(tmp_
     at_once, lazily = batches(made, rows)
     assert lazily["num_frames"].tolist() == [2, 4]
     assert_same(lazily, at_once, lazy={"pixel_values"})
+
+
+@pytest.mark.parametrize("frames", [None, 4])
+def test_videos_whose_headers_list_their_frames_are_decoded_where_they_are_read(
+    frames: int | None, tmp_path: Path
+) -> None:
+    """Decoded at once: one whose edit list leaves out 5 of 9 frames, and one that tells key frames alone."""
+    encoders = {"video": ModalityEncoder(hf.CLIPVisionModel(hf.CLIPVisionConfig(**SIZES, image_size=8, patch_size=4)))}
+    model = MultimodalModel(encoders=encoders, language_model=language_model())
+    made = MultimodalProcessor(tokenizer(CHATML), {"video": processors()["vision"]}, model, frames=frames)
+    paths = [film(tmp_path / f"{count}.{ending}", count, "mpeg4") for count, ending in ((3, "mp4"), (9, "avi"))]
+    at_once, lazily = batches(made, [row({"type": "video", "path": str(path)}) for path in paths])
+    assert lazily["num_frames"].tolist() == [3, frames or 9]
+    assert_same(lazily, at_once, lazy={"pixel_values"})
+    others = [film(tmp_path / "a.mkv", 3, "mpeg4"), without_first_frames(film(tmp_path / "b.mp4", 9, "mpeg4"), 5)]
+    at_once, lazily = batches(made, [row({"type": "video", "path": str(path)}) for path in others])
+    assert lazily["num_frames"].tolist() == [3, 4]
+    assert_same(lazily, at_once, lazy=set())
+
+
+def without_first_frames(path: Path, count: int) -> Path:
+    """A copy that begins `count` frames late, as a program makes it that cuts without encoding again."""
+    cut = path.with_stem("cut")
+    options = {"avoid_negative_ts": "disabled"}
+    with av.open(str(path)) as file, av.open(str(cut), "w", options=options) as written:
+        source = file.streams.video[0]
+        stream = written.add_stream_from_template(source)
+        for packet in file.demux(source):
+            if packet.dts is not None:
+                late = count * int(1 / (source.average_rate * source.time_base))
+                packet.pts, packet.dts, packet.stream = packet.pts - late, packet.dts - late, stream
+                written.mux(packet)
+    return cut
+
+
+def test_a_video_that_changes_its_number_of_frames_is_refused(tmp_path: Path) -> None:
+    path, made = film(tmp_path / "a.mp4", 3, "mpeg4"), processor(composed())
+    sample = made.encode(row({"type": "image", "image": str(path)}), lazy=True)
+    film(path, 2, "mpeg4")
+    with pytest.raises(ConfigError, match="Its num_frames is not that of an item"):
+        sample.values["vision"][0]["pixel_values"].sum()
 
 
 def damaged(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections import Counter
 from functools import lru_cache
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_mm5d import ConfigError, Modality, MultimodalDataModule, MultimodalModule, MultimodalProcessor
 from lightning_mm5d.models import item_inputs
+from models.test_media import film
 from models.tiny_composed import composed, processor
 from parity.harness import Recorder, strategy
 from ranks import call_ranks, run_ranks
@@ -117,7 +119,7 @@ def decoding(rank: int, path: Path, lazy: bool) -> tuple[list[float], Counter[st
     modalities = {"vision": Modality(), "audio": Modality(colocate_with="vision"), "language": Modality()}
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in ("read_image", "read_sound"):
+        for name in ("read_image", "read_sound", "_read_video"):
             read = getattr(item_inputs, name)
             patch.setattr(
                 item_inputs, name, lambda *args, name=name, read=read: (decoded.update([name]), read(*args))[1]
@@ -139,6 +141,17 @@ def test_a_rank_decodes_the_files_that_it_encodes_and_losses_are_those_of_all_de
     assert not others
     assert 48 <= encoding["read_image"] <= 1.05 * 48
     assert 12 <= encoding["read_sound"] <= 1.05 * 12
+
+
+def test_a_rank_decodes_the_video_files_that_it_encodes(tmp_path: Path) -> None:
+    """vision and audio: rank 0; language: rank 1."""
+    film(tmp_path / "film.mp4", 3, "mpeg4")
+    turns = [{"from": "human", "value": "<image> what"}, {"from": "gpt", "value": "this"}]
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n".join([json.dumps({"image": ["film.mp4"], "conversations": turns})] * 12))
+    (losses, encoding), (same, others) = run_ranks(2, decoding, path, True)
+    assert losses == same
+    assert (encoding, others) == ({"_read_video": 12}, {})
 
 
 def test_workers_load_what_one_process_loads(path: Path) -> None:
@@ -188,7 +201,9 @@ def answers(rank: int | None, path: Path) -> list[Any]:
         modalities = {"vision": Modality(), "audio": Modality(colocate_with="language"), "language": Modality()}
         run = trainer(
             devices=1 if rank is None else 2,
-            strategy="auto" if rank is None else strategy(modalities, num_microbatches=2),
+            strategy="auto"
+            if rank is None
+            else strategy(modalities, num_microbatches=2, batching={"balance": known is None}),
             precision="64-true",
             limit_predict_batches=2,
         )

@@ -2,8 +2,12 @@
 
 A microbatch of the first samples may have thirty images and the next none: then the encoder's rank works while others
 wait, and encoder replicas, which take turns with microbatches, are busy unequally. What a sample costs is seen in the
-batch alone: how many rows of each packed kind it owns. So all ranks of a replica deal the same samples without a word,
-and weights, losses, outputs and their order are those of the batch (`data.microbatch.Dealer`).
+batch alone: how many rows of each packed kind it owns, and how many of them attend to each other. So all ranks of a
+replica deal the same samples without a word, and weights, losses, outputs and their order are those of the batch
+(`data.microbatch.Dealer`).
+
+A row of an image of l rows costs a layer of P parameters P products, and attention 2 * l * d, with its width d. Of a
+transformer layer P is 12 * d ** 2 about, so attention costs as much as all else at l = 6 * d = sqrt(3 * P).
 
 Text is no cost here: its rows are padded to one length. What follows each other in a pipeline has an order of its own
 (`longest_first.in_line`), where no encoder's replicas take turns.
@@ -13,13 +17,17 @@ Before that, replicas exchange samples where the data set says what these cost (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.data.microbatch import Owned
 from lightning_mm5d.data.samplers import MOVABLE, leaf_of
 from lightning_mm5d.engine.agreement import Agreement
 from lightning_mm5d.features.balanced_microbatches.longest_first import Exchange, costs_of, digest_of, in_line
@@ -64,11 +72,52 @@ class BalancedMicrobatches(Feature):
         if not self._is_on:
             return None
         plan, layout = running.plan, running.plan.layout
-        takes_turns = any(axes.dp > layout.num_replicas for axes in layout.axes.values())
-        dealer = partial(in_line, fills=bool(plan.topology.edges) and not takes_turns)
-        dealing = Attached()
-        dealing.put_attribute(running.steps.batch_parts, "dealer", dealer)
+        turns = max(1, *(axes.dp // layout.num_replicas for axes in layout.axes.values()))
+        fills = bool(plan.topology.edges) and turns == 1
+        dealing, weighed = Attached(), weight_of_pairs(running.module, plan)
+        dealing.put_attribute(running.steps.batch_parts, "dealer", _Dealer(fills=fills, turns=turns, weighed=weighed))
         return dealing
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Dealer:
+    """Deals samples by what their encoders cost.
+
+    Attributes:
+        fills: as for `in_line`.
+        turns: as for `in_line`.
+        weighed: what a pair of rows that attend to each other costs beside a row.
+    """
+
+    fills: bool
+    turns: int
+    weighed: float
+
+    def __call__(self, owned: Mapping[str, Owned], sizes: Sequence[int]) -> list[list[int]] | None:
+        costs = {
+            kind: [rows + self.weighed * pairs for rows, pairs in zip(sample.rows, sample.pairs, strict=True)]
+            for kind, sample in owned.items()
+        }
+        return in_line(costs, sizes, fills=self.fills, turns=self.turns)
+
+
+def weight_of_pairs(module: nn.Module, plan: Plan) -> float:
+    """Return what attention of a row to another one costs an encoder, beside all else that it computes of a row.
+
+    Of several encoders that of the smallest layers; where attention has windows, by the share of layers without.
+    """
+    partition = plan.topology.partition
+    layers = [
+        statistics.median_high(unit.forward for unit in row)
+        for stage, row in partition.units.items()
+        if stage.modality in partition.encoders and row
+    ]
+    shares = [
+        len(config.fullatt_block_indexes) / config.depth  # of Qwen2.5-VL and its kin
+        for config in (getattr(part, "config", None) for part in module.modules())
+        if hasattr(config, "fullatt_block_indexes") and getattr(config, "depth", 0)
+    ]
+    return min([1.0, *shares]) / math.sqrt(3 * max(1.0, min(layers, default=0.0)))
 
 
 FEATURE = BalancedMicrobatches

@@ -41,13 +41,17 @@ _LONG = 8
 """microbatches from which on the first and the last take the cheapest samples, and others hardly more"""
 
 
-def in_line(costs: Mapping[str, Sequence[float]], sizes: Sequence[int], *, fills: bool) -> list[list[int]] | None:
+def in_line(
+    costs: Mapping[str, Sequence[float]], sizes: Sequence[int], *, fills: bool, turns: int = 1
+) -> list[list[int]] | None:
     """Deal samples to microbatches that pass the stages of a pipeline one after the other.
 
     Args:
         costs: as for `dealt`.
         sizes: samples of each microbatch; their sum is B.
         fills: whether other stages wait for the first and the last microbatch of each stage.
+        turns: replicas of an encoder, of which each takes every k-th microbatch. They get even shares first, which
+            each then divides evenly: one with the costliest sample has cheaper microbatches beside it.
 
     Returns:
         The samples of each microbatch, in rising order; None where none is better than one after the other.
@@ -55,17 +59,32 @@ def in_line(costs: Mapping[str, Sequence[float]], sizes: Sequence[int], *, fills
     loads, count = _shares(costs, len(sizes)), len(sizes)
     if loads is None or _sums(loads, np.repeat(np.arange(count), sizes), np.ones((count, 1))).max() <= _ENOUGH:
         return None
+    if turns > 1:
+        return _by_turns(costs, sizes, turns)
     cheapest = np.argsort(loads.sum(axis=1), kind="stable")
     first, end = (sizes[0], sizes[0] + sizes[-1]) if fills and count >= _LONG else (0, 0)
-    middle = np.sort(cheapest[end:])
-    inner = sizes[1:-1] if end else sizes
-    inner_parts = dealt({kind: [column[sample] for sample in middle] for kind, column in costs.items()}, inner)
-    parts = np.split(middle, np.cumsum(inner)[:-1]) if inner_parts is None else [middle[part] for part in inner_parts]
+    parts = _shared_out(np.sort(cheapest[end:]), costs, sizes[1:-1] if end else sizes)
     if fills:
         parts = _cheap_ends(parts, loads)
     if end:
         parts = [np.sort(cheapest[:first]), *parts, np.sort(cheapest[first:end])]
     return [part.tolist() for part in parts]
+
+
+def _by_turns(costs: Mapping[str, Sequence[float]], sizes: Sequence[int], turns: int) -> list[list[int]]:
+    """Deal samples to those that take turns with microbatches, and what each gets to its own ones."""
+    takers = [range(turn, len(sizes), turns) for turn in range(min(turns, len(sizes)))]
+    shares = _shared_out(np.arange(sum(sizes)), costs, [sum(sizes[number] for number in taker) for taker in takers])
+    parts: dict[int, Part] = {}
+    for taker, samples in zip(takers, shares, strict=True):
+        parts |= zip(taker, _shared_out(samples, costs, [sizes[number] for number in taker]), strict=True)
+    return [parts[number].tolist() for number in range(len(sizes))]
+
+
+def _shared_out(samples: Part, costs: Mapping[str, Sequence[float]], sizes: Sequence[int]) -> list[Part]:
+    """Deal some of the samples, in rising order; one after the other where nothing is better."""
+    parts = dealt({kind: [column[sample] for sample in samples] for kind, column in costs.items()}, sizes)
+    return np.split(samples, np.cumsum(sizes)[:-1]) if parts is None else [samples[part] for part in parts]
 
 
 def _cheap_ends(parts: Sequence[Part], loads: Loads) -> list[Part]:

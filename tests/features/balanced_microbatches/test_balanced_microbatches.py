@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from features.balanced_microbatches.albums import COUNTS, Album, Albums, packed
@@ -15,8 +17,10 @@ from features.toys import LANGUAGE, VISION, Layout, Run, alone, together, weight
 from lightning_mm5d import Modality, MultimodalStrategy
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.joining import Sizes, merge
-from lightning_mm5d.data.microbatch import split
+from lightning_mm5d.data.microbatch import Owned, split
+from lightning_mm5d.features.balanced_microbatches.feature import weight_of_pairs
 from lightning_mm5d.features.balanced_microbatches.longest_first import dealt, in_line
+from lightning_mm5d.schedule.graph import StageKey
 
 
 def train(run: Run) -> Any:
@@ -120,6 +124,59 @@ def test_the_middle_of_a_pipeline_has_even_microbatches_and_short_ones_have_no_c
         assert max(even) <= 1.05 * sum(even) / len(even)
 
 
+def test_encoders_that_take_turns_are_busy_evenly_beside_the_costliest_sample() -> None:
+    generator = np.random.default_rng(0)
+    for samples, count, turns in ((32, 8, 4), (61, 16, 4), (30, 7, 3), (16, 8, 2)):
+        ratios = []
+        for _ in range(20):
+            rows = generator.lognormal(1, 1, samples)
+            sizes = [len(part) for part in np.array_split(np.arange(samples), count)]
+            parts = in_line({"image": rows.tolist()}, sizes, fills=False, turns=turns)
+            assert parts is not None
+            assert sorted(sample for part in parts for sample in part) == [*range(samples)]
+            assert [len(part) for part in parts] == sizes
+            assert all(part == sorted(part) for part in parts)
+            busy = [sum(rows[part].sum() for part in parts[turn::turns]) for turn in range(turns)]
+            ratios.append(max(busy) / max(np.mean(busy), rows.max()))
+        assert np.mean(ratios) <= 1.05, (samples, count, turns)
+
+
+def test_an_image_costs_by_the_pairs_of_patches_that_attend_to_each_other() -> None:
+    """Samples of as many patches: one image of 16, or four of 4; a video's frames do not see each other."""
+    grids = torch.tensor([[1, 4, 4], *[[1, 2, 2]] * 4, *[[1, 2, 4]] * 3])
+    batch = {
+        "pixel_values": torch.ones(56, 6),
+        "image_grid_thw": grids,
+        "image_items": torch.tensor([1, 4, 3, 0]),
+        "pixel_values_videos": torch.ones(48, 6),
+        "video_grid_thw": torch.tensor([[2, 4, 4], [1, 4, 4]]),
+        "video_items": torch.tensor([1, 0, 1, 0]),
+        "input_ids": torch.ones(4, 2),
+    }
+    found: list[Mapping[str, Owned]] = []
+    split(batch, 2, dealer=lambda owned, sizes: found.append(owned))
+    assert found[0] == {
+        "image": Owned([16, 16, 24, 0], [256, 64, 192, 0]),
+        "video": Owned([32, 0, 16, 0], [512, 0, 256, 0]),
+    }
+
+
+def test_attention_costs_as_much_as_all_else_where_an_image_has_six_times_the_width() -> None:
+    """vision of one layer of width 8, before a language model"""
+    width = 8
+    layer = nn.ModuleDict({"attention": nn.Linear(width, 4 * width), "mlp": nn.Linear(width, 8 * width)})
+    row = tuple(SimpleNamespace(forward=sum(p.numel() for p in part.parameters() if p.ndim > 1)) for part in
+        (nn.Linear(width, width), layer, nn.Linear(width, 99 * width)))  # fmt: skip
+    partition = SimpleNamespace(
+        units={StageKey("vision", 0): row, StageKey("language", 0): row[:1]}, encoders=["vision"]
+    )
+    plan: Any = SimpleNamespace(topology=SimpleNamespace(partition=partition))
+    module = nn.Linear(1, 1)
+    assert weight_of_pairs(module, plan) == pytest.approx(1 / (6 * width))
+    module.config = SimpleNamespace(fullatt_block_indexes=[7], depth=8)
+    assert weight_of_pairs(module, plan) == pytest.approx(1 / 8 / (6 * width))
+
+
 def test_several_kinds_are_even_together() -> None:
     rows = {"image": [9, 9, 0, 0, 0, 0, 9, 9], "audio": [0, 0, 4, 4, 4, 4, 0, 0]}
     parts = dealt(rows, [2, 2, 2, 2])
@@ -138,7 +195,14 @@ def test_uneven_sizes_and_every_kind_of_field_are_dealt() -> None:
         "table": np.arange(5),
         "constant": 3,
     }
-    parts = split(batch, 2, dealer=lambda rows, sizes: dealt(rows, sizes) if rows["image"] == [4, 4, 0, 1, 1] else None)
+    owned: dict[str, Owned] = {}
+
+    def dealer(kinds: Mapping[str, Owned], sizes: Sequence[int]) -> Any:
+        owned.update(kinds)
+        return dealt({kind: sample.rows for kind, sample in kinds.items()}, sizes)
+
+    parts = split(batch, 2, dealer=dealer)
+    assert owned == {"image": Owned([4, 4, 0, 1, 1], [0] * 5)}
     assert [part.samples for part in parts] == [3, 2]
     for part in parts:
         assert part.places is not None
