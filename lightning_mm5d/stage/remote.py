@@ -47,7 +47,7 @@ from lightning_mm5d.sharded.remote_value import (
 from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.stage.payload import Packer, Path, map_tensors, rebuild, tensors_in, with_sendable_fields
-from lightning_mm5d.stage.taps import OF_THE_MODULE, is_hook_of, mark_dependent, mark_stand_in
+from lightning_mm5d.stage.taps import OF_THE_MODULE, is_hook_of, mark_dependent, mark_stand_in, untapped
 from lightning_mm5d.stage.view import Received, StageError, StandIn
 
 _FRAMEWORKS = ("lightning_mm5d.", "torch.", "lightning.", "pytorch_lightning.", "transformers.")
@@ -343,7 +343,7 @@ class LayerResults:
     def _probe(self, layer: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any], hidden: Any) -> Kind:
         """Run a layer once on its placeholders to see what it returns."""
         try:
-            with self._quiet():
+            with self._quiet(), untapped(hidden):  # which travels by itself
                 result = self._shapes.computed(layer, original, args, kwargs)
         except Exception as error:  # it needs what stand-ins left out (an earlier layer's bias), or real memory
             kinds = [kind for kind in self._by_structure.values() if kind != "other"]

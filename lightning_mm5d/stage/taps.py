@@ -102,6 +102,19 @@ def must_travel(tensor: Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and not _from_stand_in(tensor))
 
 
+@contextmanager
+def untapped(tree: Any) -> Iterator[None]:
+    """Let tensors come from no calls meanwhile, where what is computed of them only tells shapes."""
+    tapped = [(tensor, getattr(tensor, "_mm5d_taps", _NONE)) for _, tensor in tensors_in(tree)]
+    for tensor, _ in tapped:
+        tensor._mm5d_taps = _NONE  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for tensor, taps in tapped:
+            tensor._mm5d_taps = taps  # type: ignore[attr-defined]
+
+
 def _from_stand_in(tensor: Tensor) -> bool:
     """Whether the graph of an unmarked tensor, the result of a custom autograd function, begins at a stand-in."""
     waiting, seen = [tensor.grad_fn], set[Any]()

@@ -224,13 +224,29 @@ class Lines(L.LightningDataModule):
         return DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=2 * M)
 
 
+SHARED = {
+    "language, ranks 0-1 with one half of the layers, ranks 2-3 with the other": Layout(
+        {"language": Modality(tp_size=2, pp_size=2)}, 4
+    ),
+    "language, ranks 0-1, which share sequences, too": Layout(
+        {"language": Modality(tp_size=2, tensor={"sequence_parallel": True})}, 2
+    ),
+}
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_counts_the_messages_and_bytes_of_tensor_parallel_ranks() -> None:
-    """language: ranks 0-1, which share layers and sequences."""
-    layout = Layout({"language": Modality(tp_size=2, tensor={"sequence_parallel": True})}, 2)
+@pytest.mark.parametrize("layout", SHARED.values(), ids=SHARED)
+def test_counts_the_messages_and_bytes_of_tensor_parallel_ranks(layout: Layout) -> None:
     runs = dry(layout, Small(), Lines())
     for rank, real in enumerate(run_ranks(layout.world, counted, layout, Small, Lines)):
         assert messages_of(runs.of(rank)) == real, rank
+
+
+def test_a_stage_of_a_llama_sends_its_hidden_state_once() -> None:
+    """language: ranks 0 and 1 as stages."""
+    run = dry(Layout({"language": Modality(pp_size=2)}, 2), Small(), Lines()).of(0)
+    assert run.transport is not None
+    assert {len(sent.forms) for sent in run.transport.sent["language.0", "language.1"]} == {1}
 
 
 def test_bytes_are_those_of_links_inside_a_node_and_between_nodes() -> None:
