@@ -126,6 +126,7 @@ class Optimization(Removable):
         self.syncs = True
         self.is_unsummed = False
         self._summed = self._is_share_shown = self._is_in_backward = self._has_fresh = False
+        self._own_backwards = 0
         self._unzeroed: list[Tensor | None] = []  # sums of earlier steps that were not zeroed, within an accumulation
         self._has_own_factor: bool | None = None
         self._names = names_of(module)
@@ -211,8 +212,15 @@ class Optimization(Removable):
         if not (self._is_plain or self._module.automatic_optimization):
             loss = loss / self._plan.layout.num_replicas  # ranks sum gradients
         loss = precision.pre_backward(loss, self._module)
-        with self.synced(), self._publishing():
+        # a user's may go on to clip, and sees sums after each `loss.backward()`, as under DDP
+        is_users = type(self._module).backward is not pl.LightningModule.backward
+        is_own = is_users and self._plan.topology.is_replicated
+        self._own_backwards = 0
+        with self.sums_own_backwards(divides=False) if is_own else self.synced(), self._publishing():
             precision.backward(loss, self._module, optimizer, *args, **kwargs)
+        if is_own and not self._own_backwards:  # other replicas may have gradients
+            with self.synced():
+                pass
         return precision.post_backward(loss, self._module)
 
     @contextmanager
@@ -264,17 +272,22 @@ class Optimization(Removable):
             raise ConfigError("register_hook", "a hook of a parameter that writes to the module", rule, fix)
 
     @contextmanager
-    def sums_own_backwards(self) -> Generator[None, None, None]:
-        """Enter around a step that optimizes manually: `loss.backward()` sums over ranks, as `manual_backward` does."""
+    def sums_own_backwards(self, *, divides: bool = True) -> Generator[None, None, None]:
+        """Enter around backwards of users: `loss.backward()` sums over ranks, as `manual_backward` does.
+
+        Args:
+            divides: whether losses are means of replicas, of whose gradients ranks of a schedule take the sum.
+        """
 
         def backward(original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
             if self._is_in_backward:
                 original(tensors, *args, **kwargs)
                 return
-            replicas = 1 if self._is_plain else self._plan.layout.num_replicas
-            if replicas > 1:  # of which each has its own mean
+            replicas = 1 if self._is_plain or not divides else self._plan.layout.num_replicas
+            if replicas > 1:
                 given = [tensors] if isinstance(tensors, Tensor) else tensors
                 tensors = [tensor / replicas for tensor in given]
+            self._own_backwards += 1
             with self.synced():
                 original(tensors, *args, **kwargs)
 

@@ -225,8 +225,12 @@ class Steps:
         """
         is_gathered, plain_context = self._is_gathered(), context
         casting = None if is_gathered else self.casting
+
+        def way() -> Hashable:
+            return self._way(step)
+
         if casting is not None:
-            context = partial(casting.entered, context, lambda: self._way(step))
+            context = partial(casting.entered, context, way)
         batch, *arguments = arguments
         # a resumed run may begin with the last batch of an epoch
         is_first = not self._has_trained and self._module.global_step == 0

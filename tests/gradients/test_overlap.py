@@ -201,6 +201,16 @@ class Tied(Toy):
         return F.cross_entropy(self.decoder(batch["tokens"], features), batch["label"])
 
 
+class Clipped(Toy):
+    """A backward that goes on to look at its gradients, as under DDP."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.global_step == 2:
+            return
+        super().backward(loss, *args, **kwargs)
+        self.log("norm", torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1))
+
+
 def _fit(run: Run, module: Toy, **options: Any) -> Any:
     run.trainer(max_epochs=2, **options).fit(module, run.training(32))
     return weights(module)
@@ -228,6 +238,11 @@ def freezing(run: Run) -> Any:
 
 def scaled(run: Run) -> Any:
     return _fit(run, Scaled(), gradient_clip_val=0.5)
+
+
+def clipped(run: Run) -> Any:
+    module = Clipped()
+    return {**_fit(run, module), "norm": module.trainer.callback_metrics["norm"]}
 
 
 def hooked(run: Run) -> Any:
@@ -259,6 +274,12 @@ def test_gradients_are_those_of_one_process_whatever_comes_when(layout: Layout, 
 def test_stages_sum_what_comes_when_as_one_process(layout: Layout) -> None:
     for scenario, outcome in outcomes(layout, freezing, scaled, hooked, num_microbatches=2).items():
         assert_same(outcome.ranks[0], outcome.one, where=scenario)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_backward_of_replicas_sees_the_gradients_of_all(microbatches: int) -> None:
+    outcome = outcomes(SHARED, clipped, num_microbatches=microbatches)["clipped"]
+    assert_same(outcome.ranks[1], outcome.one)
 
 
 # --- the factor of a loss ---

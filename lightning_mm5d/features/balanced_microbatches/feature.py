@@ -112,10 +112,11 @@ def weight_of_pairs(module: nn.Module, plan: Plan) -> float:
         for stage, row in partition.units.items()
         if stage.modality in partition.encoders and row
     ]
+    configs: list[Any] = [part.config for part in module.modules() if hasattr(part, "config")]
     shares = [
         len(config.fullatt_block_indexes) / config.depth  # of Qwen2.5-VL and its kin
-        for config in (getattr(part, "config", None) for part in module.modules())
-        if hasattr(config, "fullatt_block_indexes") and getattr(config, "depth", 0)
+        for config in configs
+        if hasattr(config, "fullatt_block_indexes") and getattr(config, "depth", None)
     ]
     return min([1.0, *shares]) / math.sqrt(3 * max(1.0, min(layers, default=0.0)))
 

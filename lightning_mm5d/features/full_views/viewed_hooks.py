@@ -65,13 +65,13 @@ class Hook(NamedTuple):
 
 def of_users(owners: Iterable[Any], names: Iterable[str]) -> list[Hook]:
     """Return the hooks of these names that users wrote, but for callbacks that average local tensors."""
-    hooks = [
-        Hook(owner, name, getattr(owner, name, None), vars(owner), name)
+    return [
+        Hook(owner, name, call, vars(owner), name)
         for owner in owners
         if not isinstance(owner, WeightAveraging | StochasticWeightAveraging)
         for name in names
+        if callable(call := getattr(owner, name, None)) and is_of_user(call)
     ]
-    return [hook for hook in hooks if callable(hook.call) and is_of_user(hook.call)]
 
 
 def of_all(trainer: pl.Trainer, module: pl.LightningModule) -> list[Hook]:
