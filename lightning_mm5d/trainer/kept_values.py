@@ -509,13 +509,16 @@ def _dropped(before: list[Any], after: list[Any]) -> int:
 def _are_groups(rows: Sequence[_Row], samples: Sequence[int]) -> bool:
     """Whether each sample of the microbatches has an entry in one of the lists of a dict, as by its label."""
     counts = [[len(new) for new in row.added()] for row in rows]
-    return [sum(microbatch) for microbatch in zip(*counts, strict=True)] == [*samples]
+    return max(samples) > 1 and [sum(microbatch) for microbatch in zip(*counts, strict=True)] == [*samples]
 
 
 def is_per_batch(added: Sequence[Sequence[Any]], samples: Sequence[int]) -> bool:
-    """Whether all microbatches have appended equally many entries, which are not one for each sample."""
+    """Whether all microbatches have appended equally many entries, which are not one for each sample.
+
+    Of microbatches of one sample code tells which they are: the attribute is apart where they are of samples.
+    """
     counts = [len(new) for new in added]
-    return 0 < max(counts) == min(counts) and counts != [*samples]
+    return 0 < max(counts) == min(counts) and (counts != [*samples] or max(samples) == 1)
 
 
 def joined_entries(added: Sequence[Sequence[Any]], samples: Sizes) -> list[Any] | None:

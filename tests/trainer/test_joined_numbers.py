@@ -105,6 +105,18 @@ def test_an_entry_with_rows_and_numbers_is_one_of_the_batch() -> None:
     assert kept(BatchNumber(1), BatchNumber(1), samples=[2, 2]) == [1]
 
 
+def test_microbatches_of_one_sample_append_one_entry_of_the_batch() -> None:
+    assert kept(torch.tensor(1.0), torch.tensor(3.0), samples=[1, 1]) == [torch.tensor(2.0)]
+    module: Any = Keeps()
+    module.outs = {"loss": []}
+    values = KeptValues(module)
+    for loss in (1.0, 3.0):
+        module.outs["loss"].append(loss)
+        values.mark()
+    values.join(Sizes([1, 1]))
+    assert module.outs["loss"] == [2.0]
+
+
 def test_entries_with_integers_that_may_be_anything_stay_apart() -> None:
     made = [{"pred": torch.ones(2), "first": first} for first in (5, 6)]
     assert [one["first"] for one in kept(*made, samples=[2, 2])] == [5, 6]
