@@ -31,15 +31,23 @@ class Square(L.LightningModule):
         return hidden.square().mean()
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters())
-        optimizer.register_step_post_hook(self.keep)  # hooks of the module see full states
-        return optimizer
-
-    def keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.kept = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.dim())
+        return Noted(self)
 
     def on_train_end(self) -> None:
         self.ended = True
+
+
+class Noted(torch.optim.AdamW):
+    """Notes what lies in memory after a step, where hooks would be shown full states."""
+
+    def __init__(self, module: Square) -> None:
+        super().__init__(module.parameters())
+        self.module = module
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().step(*args, **kwargs)
+        self.module.kept = sum(value.nbytes for row in self.state.values() for value in row.values() if value.dim())
+        return result
 
 
 def counted(run: Run) -> tuple[int, int]:

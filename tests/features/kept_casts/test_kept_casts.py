@@ -174,6 +174,7 @@ def test_writes_to_weights_stay_allowed_without_autocast() -> None:
     run_ranks(1, on_rank)
 
 
+@pytest.mark.filterwarnings("ignore:It is recommended to use")
 def test_casts_are_kept_where_a_head_is_fused_with_its_loss() -> None:
     """language: rank 0"""
     fused = Layout({"language": Modality(compute={"fused_linear_cross_entropy": True})}, 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -95,6 +96,17 @@ class Watch(DeviceStatsMonitor):
         self.figures.append({key: value for key, value in found.items() if "_tokens_" in key})
 
 
+class Noted(torch.optim.AdamW):
+    """Has what lies in memory noted after a step, where hooks would be shown full tensors."""
+
+    note: Callable[[], None]
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().step(*args, **kwargs)
+        self.note()
+        return result
+
+
 class _Waited:
     def __init__(self, work: Any, events: list[str]) -> None:
         self._work, self._events = work, events
@@ -120,8 +132,8 @@ def trained(rank: int) -> dict[str, Any]:
     whole = size(experts(module))
     batches = [case.make_batch([0] * MICROBATCHES * 2) for _ in range(STEPS * WORLD)]
     language = strategy({"language": Modality(ep_size=WORLD)}, num_microbatches=MICROBATCHES)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-    optimizer.register_step_post_hook(lambda own, *_: watch.note_held(module, own))
+    optimizer = Noted(module.parameters(), lr=1e-3)
+    optimizer.note = lambda: watch.note_held(module, optimizer)
     module.configure_optimizers = lambda: optimizer
     with watch.watching(), HostReads() as seen:
         fit(module, batches, language, WORLD, in_order=True, callbacks=[watch])

@@ -91,7 +91,7 @@ def test_a_run_shows_its_throughput_and_its_timeline_is_planned_with(
     out, err = capsys.readouterr()
     assert err == ""
     assert re.search(rf"The step that {run} shows took [\d.]+ ms", out)
-    assert re.search(r"The configured layout \(vision.*\) takes [\d.]+ ms.*: [\d.]+ times the step of the best", out)
+    assert re.search(r"The configured layout \(language.*\) takes [\d.]+ ms.*: [\d.]+ times the step of the best", out)
     other_sizes = ["--trainer.strategy.init_args.modalities.language.pp_size=2", "--trainer.devices=3"]
     assert main(["plan", str(config), "--from", str(run), *other_sizes]) == 2
     assert f"--from: got '{run}'. There stages is" in capsys.readouterr().err
