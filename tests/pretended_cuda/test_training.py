@@ -469,7 +469,7 @@ def remembering(rank: int, folder: Path) -> str:
     assert memory.newest_checkpoint(in_memory.Nodes(rank, 2, 1), reports) is None
     trainer: Any = SimpleNamespace(callbacks=[], strategy=SimpleNamespace(root_device=device))
     memory.attach(trainer, lambda trainer: None, lambda: None)
-    group = memory.next_save(reports("save"), [], {})._group
+    group = memory.next_save(reports("save"), [], {}).group
     memory.close(failed=True)
     return dist.get_backend(group)
 
