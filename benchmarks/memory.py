@@ -100,7 +100,9 @@ CASES = {
         2, {}, {"tp_size": 2, "tensor": {"sequence_parallel": True}}, 2, models=("llama",)
     ),
     "cp 2": Case(2, {}, {"cp_size": 2}, 2, models=("llama",)),
-    "pipelines of 2 stages and of 1": Case(3, {}, {"pipeline": {"pipelines": [2, 1], "speeds": [1, 1]}}, models=("llama",)),
+    "pipelines of 2 stages and of 1": Case(
+        3, {}, {"pipeline": {"pipelines": [2, 1], "speeds": [1, 1]}}, models=("llama",)
+    ),
     "2 stages, zero_bubble": Case(2, {}, {"pp_size": 2}, 4, "zero_bubble", models=("llama",)),
     "ep 2": Case(2, {}, {"dp_size": 2, "ep_size": 2}, 2, models=("mixtral",)),
     "ep 2, zero_stage 2": Case(
