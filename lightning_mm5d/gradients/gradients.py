@@ -35,20 +35,26 @@ from lightning_mm5d.plan.sums import Rows, counted_of, sums_of
 from lightning_mm5d.sharded.collectives import waits_on_device
 from lightning_mm5d.sharded.remote_value import plain
 
+Publisher = Callable[[Tensor, bool], None]
+"""called with the 0-dim gradient of a loss, and whether another backward may follow"""
+_retains_graph: Callable[[], bool] = private(torch._C._autograd, "_get_current_graph_task_keep_graph")
+
 
 class _Publish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, publish: Callable[[Tensor], None]) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, publish: Publisher) -> Tensor:
         ctx.publish = publish
+        ctx.save_for_backward(anchor)  # as of any loss: a second backward fails unless the first one has kept the graph
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> tuple[None, None, None]:
-        ctx.publish(gradient[0])
+        _ = ctx.saved_tensors
+        ctx.publish(gradient[0], _retains_graph())
         return None, None, None
 
 
-def published(value: Tensor, publish: Callable[[Tensor], None]) -> Tensor:
+def published(value: Tensor, publish: Publisher) -> Tensor:
     """Return `value` as the result of a computation whose backward calls ``publish(gradient)``.
 
     Lightning runs the step, then zeroes gradients, then calls backward; a whole schedule runs inside the step. So its
@@ -56,7 +62,7 @@ def published(value: Tensor, publish: Callable[[Tensor], None]) -> Tensor:
 
     Args:
         value: 0-dim loss.
-        publish: gets the 0-dim gradient of whatever is computed from the result.
+        publish: gets the gradient of whatever is computed from the result.
     """
     anchor = torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)
     return _Publish.apply(anchor, value.detach(), publish)
@@ -69,7 +75,7 @@ class _Skipped(Tensor):
         return None
 
 
-def skipped(device: torch.device, publish: Callable[[Tensor], None] = lambda _: None) -> Tensor:
+def skipped(device: torch.device, publish: Publisher = lambda *_: None) -> Tensor:
     """Return a loss of zero for a batch that is skipped, which callbacks do not see.
 
     Lightning raises where a step returns None and there are several processes.

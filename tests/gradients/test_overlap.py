@@ -193,6 +193,33 @@ class Scaled(Toy):
         (3.0 * loss).backward(*args, **kwargs)
 
 
+class Again(Toy):
+    """A backward in two parts."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (2.0 * loss).backward(retain_graph=True)
+        self.between()
+        loss.backward(*args, **kwargs)
+
+    def between(self) -> None:
+        pass
+
+
+class ClippedBetween(Again):
+    """One that looks at the gradients of the first part, as under DDP."""
+
+    def between(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class AgainWithoutGraph(Toy):
+    """A second backward, for which the first one has kept nothing."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+        loss.backward()
+
+
 class Tied(Toy):
     """A parameter of the decoder works in the encoder too."""
 
@@ -245,6 +272,24 @@ def clipped(run: Run) -> Any:
     return {**_fit(run, module), "norm": module.trainer.callback_metrics["norm"]}
 
 
+def again(run: Run) -> Any:
+    return _fit(run, Again())
+
+
+def again_accumulated(run: Run) -> Any:
+    return _fit(run, Again(), accumulate_grad_batches=3)
+
+
+def clipped_between(run: Run) -> Any:
+    return _fit(run, ClippedBetween())
+
+
+def again_without_graph(run: Run) -> str:
+    with pytest.raises(RuntimeError, match="a second time") as caught:
+        run.trainer().fit(AgainWithoutGraph(), run.training())
+    return type(caught.value).__name__
+
+
 def hooked(run: Run) -> Any:
     module = Toy()
     module.decoder.norm.weight.register_hook(lambda gradient: gradient * 2)
@@ -278,8 +323,16 @@ def test_stages_sum_what_comes_when_as_one_process(layout: Layout) -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_backward_of_replicas_sees_the_gradients_of_all(microbatches: int) -> None:
-    outcome = outcomes(SHARED, clipped, num_microbatches=microbatches)["clipped"]
-    assert_same(outcome.ranks[1], outcome.one)
+    for scenario, outcome in outcomes(SHARED, clipped, clipped_between, num_microbatches=microbatches).items():
+        assert_same(outcome.ranks[1], outcome.one, where=scenario)
+
+
+@pytest.mark.parametrize("layout", [SHARED, BLOCKS, STAGES, MIXED], ids=["replicas", "blocks", "stages", "some share"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_second_backward_gives_its_gradients_too(layout: Layout, microbatches: int) -> None:
+    found = outcomes(layout, again, again_accumulated, again_without_graph, num_microbatches=microbatches)
+    for scenario, outcome in found.items():
+        assert_same(outcome.ranks[0], outcome.one, where=scenario)
 
 
 # --- the factor of a loss ---
