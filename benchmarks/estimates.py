@@ -33,15 +33,15 @@ def rows(script: str, *arguments: str) -> Iterator[list[str]]:
 
 def memory(arguments: list[str]) -> Iterator[tuple[str, str, str, list[float]]]:
     """What is estimated, its layout, both values as text, and their ratios."""
-    for model, layout, values, *_ in rows("memory.py", *arguments):
+    for model, *layout, values, _ in rows("memory.py", *arguments):
         if pairs := re.findall(f"({NUMBER}) / ({NUMBER})", values):
-            yield f"memory of {model}", layout, f"{values} MB", [float(a) / float(b) for a, b in pairs]
+            yield f"memory of {model}", " | ".join(layout), f"{values} MB", [float(a) / float(b) for a, b in pairs]
 
 
 def steps(ranks: int) -> Iterator[tuple[str, str, str, list[float]]]:
     """The same of steps."""
-    for figure, ratio, _, values, *_ in rows("step_times.py", "--ranks", str(ranks)):
-        what, _, layout = figure.partition(", ")
+    for *figure, ratio, _, values, _ in rows("step_times.py", "--ranks", str(ranks)):
+        what, _, layout = " | ".join(figure).partition(", ")
         if what == "estimate over step":
             yield "step", layout, values, [float(ratio)]
 

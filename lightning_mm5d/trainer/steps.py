@@ -286,12 +286,11 @@ class Steps:
         factor = 1.0 / scaled(torch.ones((), device=self._device))
 
         def publish(gradient: Tensor, retains_graph: bool) -> None:
-            value = gradient * factor
-            summing.check(value)
+            summing.check(value := gradient * factor)
             # what is added may become a parameter's gradient
-            kept = [new.clone() if retains_graph and new is not None else None for new in fresh]
+            copies = [new.clone() if retains_graph and new is not None else None for new in fresh]
             self._gradients.add(fresh, _factor(value, summing))
-            fresh[:] = kept
+            fresh[:] = copies
 
         if result.loss is None:  # a skipped batch; what others of its accumulation gave is published
             return skipped(self._device, publish)

@@ -172,11 +172,15 @@ def _compare(
         raise MixingError(f"returns {together.shape[dim]} tokens for {count}")
     same = together.index_select(dim, torch.tensor(places, device=together.device))
     is_rounded = torch.is_autocast_enabled(single.device.type) or any(p.dtype.itemsize < 4 for p in layer.parameters())
-    allowed = _OFF_16 if is_rounded else _OFF.get(single.dtype, _OFF_16)
+    if differ(same, single, _OFF_16 if is_rounded else _OFF.get(single.dtype, _OFF_16)):
+        raise MixingError("computes something else of a token when other tokens are elsewhere")
+
+
+def differ(same: Tensor, single: Tensor, allowed: float) -> bool:
+    """Whether tokens among others are by more than a part of `allowed` what they are not alone."""
     off = (same - single).abs().amax(-1) > allowed * single.abs().amax(-1).clamp_min(1e-6)
     # a router may send a token elsewhere for a rounding; where tokens mix, all of them differ
-    if off.float().mean() >= 0.5:
-        raise MixingError("computes something else of a token when other tokens are elsewhere")
+    return bool(off.float().mean() >= 0.5)
 
 
 @contextmanager

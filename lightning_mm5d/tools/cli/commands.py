@@ -262,10 +262,8 @@ def _chunks_missing(job: Job, chosen: Outcome) -> list[str]:
     ]
 
 
-_COVERED: dict[str, Any] = dict(cp_size=(1,), tp_mode=("1d",), sequence_parallel=(False, True), ep_size=(1,))
-_COVERED |= dict(interleaved_microbatches=(1,), microbatches_per_call=(1,), compile=(False,))
-_COVERED |= dict.fromkeys(("pipelines", "offload", "cache_features", "communication_dtype"), (None,))
-"""values of fields of a modality that have been compared with runs"""
+_UNCOVERED = ("compile", "cache_features")
+"""fields of a modality that a dry run does not follow where they are set"""
 
 
 def dryrun(arguments: Namespace, source: Source) -> None:
@@ -303,8 +301,8 @@ def ranks_by_class(plan: Plan) -> dict[int, list[int]]:
 def _check(module: LightningModule, plan: Plan) -> None:
     """Refuse what a dry run cannot answer for."""
     for name, modality in plan.modalities.items():
-        for field, covered in _COVERED.items():
-            if (value := value_of(modality, field)) not in covered:
+        for field in _UNCOVERED:
+            if value := value_of(modality, field):
                 raise _uncovered(f"modalities.{name}.{path_of(field)}", value)
     if not module.automatic_optimization:
         raise _uncovered("automatic_optimization", False)

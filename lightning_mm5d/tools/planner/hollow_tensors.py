@@ -5,8 +5,9 @@ the machine. Autograd, views, subclasses, `parameter.data` and shared storages w
 torch are of a class of their own and do not allow that. Whatever is computed from a hollow tensor is hollow. What is
 computed from a batch alone has values, but for large floating-point tensors that no other tensor goes into.
 
-A result of few elements has values: 1.0, or False for a comparison; of a tensor full of NaN, NaN and True. So code may
-read a loss or a norm. Refuses operations whose shapes depend on values that are not there.
+What comes from a generator that is given has values, too. Choices of the largest entries, as a router's, take all of
+them equally often. Another result of few elements has values: 1.0, or False for a comparison; of a tensor full of NaN, NaN
+and True. So code may read a loss or a norm. Refuses operations whose shapes depend on values that are not there.
 
 Finds how many bytes of states an optimizer keeps for a parameter, by a step of it on tensors without memory.
 
@@ -46,6 +47,8 @@ GROUPED = private(_aten, "_grouped_mm").default
 _INDEX = _aten.index.Tensor
 _BINCOUNT = _aten.bincount.default
 _SCALAR = _aten._local_scalar_dense.default
+_CHOICES = {_aten.topk.default: 2, _aten.max.dim: 1, _aten.argmax.default: 1}
+"""operations that choose the largest, and the place of their dim among the arguments"""
 _NAN = float("nan")
 _PLAIN = Tensor.__torch_dispatch__
 
@@ -127,7 +130,8 @@ class HollowTensors(TorchDispatchMode):
                 nan = not self._nan.isdisjoint(keys) or any(self._begins_with_nan(tensor) for tensor in large)
                 return self._without_values(func, kind, args, kwargs, nan)
         takes_device = any(argument.name == "device" for argument in func._schema.arguments)
-        if not inputs and takes_device and kwargs.get("device") in (None, _CPU):
+        is_own = kwargs.get("generator") is not None  # a probe, which looks at what comes out
+        if not inputs and takes_device and kwargs.get("device") in (None, _CPU) and not is_own:
             shown = func(*args, **{**kwargs, "device": "meta", "pin_memory": None})
             if shown.is_floating_point() and shown.numel() > _FEW:
                 return self._new_like(shown, any(argument != argument for argument in args))
@@ -154,7 +158,18 @@ class HollowTensors(TorchDispatchMode):
             self._hide(tensor, nan)
         if written and all(output.alias_info is not None for output in func._schema.returns):
             return None if not func._schema.returns else written[0] if len(written) == 1 else tuple(written)
-        return tree_map_only(Tensor, lambda shown: self._new_like(shown, nan), self._shown(func, args, kwargs))
+        results = tree_map_only(Tensor, lambda shown: self._new_like(shown, nan), self._shown(func, args, kwargs))
+        if func in _CHOICES:
+            self._choose(results, args[0].shape, *args[_CHOICES[func] :])
+        return results
+
+    def _choose(self, results: Any, shape: torch.Size, dim: int | None = -1, *_: Any) -> None:
+        """Let choices of the largest entries along a dim, as routers make them, take all of them equally often."""
+        chosen = results if isinstance(results, Tensor) else results[1]
+        if dim is not None and shape:
+            ordered = chosen if chosen.dim() < len(shape) else chosen.movedim(dim, -1)
+            ordered.copy_(torch.arange(chosen.numel()).remainder(shape[dim]).view(ordered.shape))
+            self._hollow.discard(chosen.untyped_storage()._cdata)
 
     def _shown(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """The results of an operation on the meta device, found once for each form of what it takes."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -103,7 +104,8 @@ class Counted(Callback):
             sent = args[1] if name.startswith(("all_gather", "reduce_scatter", "all_to_all")) else args[0]
             given = args[2] if len(args) > 2 and isinstance(args[2], dist.ProcessGroup) else None
             group = kwargs.get("group") or given or dist.group.WORLD
-            key = args[1] if name == "isend" else (group.group_desc, tuple(dist.get_process_group_ranks(group)))
+            is_payload = name == "isend" and len(args) > 1  # and no message of a ring
+            key = args[1] if is_payload else (group.group_desc, tuple(dist.get_process_group_ranks(group)))
             self.found[key] += 1
             self.bytes[key] += sent.nbytes
             return original(*args, **kwargs)
@@ -130,6 +132,8 @@ def counted(rank: int, layout: Layout, kind: type[L.LightningModule], data: type
     patches = [counts.counting(name) for name in (*_NAMES, *gathers)]
     for one in patches:
         one.start()
+    patches.append(patch.object(distributed_c10d, "isend", dist.isend))  # which checks that it is its own
+    patches[-1].start()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=layout.world,
