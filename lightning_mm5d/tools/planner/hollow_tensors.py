@@ -6,8 +6,8 @@ torch are of a class of their own and do not allow that. Whatever is computed fr
 computed from a batch alone has values, but for large floating-point tensors that no other tensor goes into.
 
 What comes from a generator that is given has values, too. Choices of the largest entries, as a router's, take all of
-them equally often. Another result of few elements has values: 1.0, or False for a comparison; of a tensor full of NaN, NaN
-and True. So code may read a loss or a norm. Refuses operations whose shapes depend on values that are not there.
+them equally often. Another result of few elements has values: 1.0, or False for a comparison; of a tensor full of NaN,
+NaN and True. So code may read a loss or a norm. Refuses operations whose shapes depend on values that are not there.
 
 Finds how many bytes of states an optimizer keeps for a parameter, by a step of it on tensors without memory.
 
