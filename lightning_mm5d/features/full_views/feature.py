@@ -49,7 +49,7 @@ from lightning_mm5d.features.full_views.full_states import (
     refuse_gradient,
     set_data,
 )
-from lightning_mm5d.features.full_views.viewed_hooks import APART, Hook, common, of_all, of_users, tell_full_shapes
+from lightning_mm5d.features.full_views.viewed_hooks import Hook, LateHooks, common, of_all, of_some, tell_full_shapes
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import join_late, message_device
 from lightning_mm5d.sharded.remote_value import Placeholder, is_remote, plain
@@ -87,44 +87,42 @@ class _FullViews(Attached):
         self._group = running.more_groups.get(world, "hooks", backend="gloo") if parted else None
         self._device, self._wire, self._buffers = running.device, message_device(running.device), running.buffers
         self._exchange = PartExchange(module, plan, self._rank, self._wire)
-        self._forms = [
-            Form(name, parameter, plan.shapes[name]) for name, parameter in module.named_parameters() if name in parted
-        ]
+        self._forms = [Form(name, p, plan.shapes[name]) for name, p in module.named_parameters() if name in parted]
         self._shapes = {id(form.parameter): (form.name, form.shape) for form in self._forms}
         self._states = FullStates(self._exchange, self._group, self._device)
         self._opened: set[Kind] = set()
-        self._is_entered = self._is_shown = self._shares = self._meets = False
+        self._is_entered = self._is_shown = self._shares = self._meets = self._watches_calls = False
         self._shown: list[Form] = []
         self._place = ""
         self._swapped: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._calls: list[tuple[nn.Module, AbstractContextManager[None]]] = []
         guard.shows_full = not self._forms
         guard.suspended, guard.entered = self.suspended, self.entered
-        self._watch_hooks(running.trainer)
+        if self._forms:
+            self._watch_hooks(running.trainer)
 
     # --- hooks ---
 
     def _watch_hooks(self, trainer: Any) -> None:
         """Show full tensors in the hooks that users wrote."""
-        predicts_apart = self._plan.layout.num_replicas > 1  # replicas may predict unequal numbers of batches
-        watched = common(of_all(trainer, self._module), self._group) if self._forms else []
-        for hook in watched:
-            place = f"the end of {type(hook.owner).__name__}.{hook.name}"
-            shares = not (predicts_apart and "predict" in hook.name)
-            self._watch(hook, functools.partial(self.entered, place, shares=shares))
-        owners = [self._module, *vars(trainer)["callbacks"], *trainer.loggers]
-        apart = of_users(owners, APART) if self._forms else []
-        for hook in apart:
+        self._watch_together(together := of_all(trainer, self._module))
+        self._optimization.around.append(LateHooks(together, self._watch_together))
+        for hook in of_some(trainer, self._module):
             self._watch(hook, functools.partial(self._withheld, f"{type(hook.owner).__name__}.{hook.name}"))
-        steps = self._forms and is_of_user(self._module.optimizer_step)
-        if steps:
+        if is_of_user(self._module.optimizer_step):
             self._watch_step(self._module)
-        if watched or apart or steps:
-            self._watch_calls()
+
+    def _watch_together(self, hooks: list[Hook]) -> None:
+        """Show full tensors in hooks that all ranks call together; collective."""
+        predicts_apart = self._plan.layout.num_replicas > 1  # replicas may predict unequal numbers of batches
+        for hook in common(hooks, self._group):
+            end, shares = f"the end of {type(hook.owner).__name__}.{hook.name}", "predict" not in hook.name
+            self._watch(hook, functools.partial(self.entered, end, shares=shares or not predicts_apart))
 
     def _watch(self, hook: Hook, view: Callable[[], AbstractContextManager[None]]) -> None:
         owner, _, call, holder, key = hook
         before = holder.get(key)
+        self._watch_calls()
 
         @functools.wraps(call)
         def viewed(*args: Any, **kwargs: Any) -> Any:
@@ -146,6 +144,7 @@ class _FullViews(Attached):
     def _watch_step(self, module: pl.LightningModule) -> None:
         """Show full tensors in an `optimizer_step` of the user's, but for the step itself and the closure before it."""
         step = module.optimizer_step
+        self._watch_calls()
 
         @functools.wraps(step)
         def viewed(epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None, **kwargs: Any) -> Any:
@@ -160,7 +159,10 @@ class _FullViews(Attached):
         self.put_attribute(module, "optimizer_step", viewed)
 
     def _watch_calls(self) -> None:
-        """Let layers that are sharded compute with local tensors, also where a hook calls them; on all ranks."""
+        """Let layers that are sharded compute with local tensors, also where a hook calls them; once, on all ranks."""
+        if self._watches_calls:
+            return
+        self._watches_calls = True
         apart = {*self._plan.division.shards, *dict(parameters_of(self._plan.experts))}
 
         @torch.compiler.disable  # where what holds the layer is compiled

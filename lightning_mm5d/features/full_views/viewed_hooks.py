@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -26,6 +26,7 @@ from lightning_mm5d.sharded.collectives import of_all_ranks
 from lightning_mm5d.sharded.remote_value import is_remote, plain
 from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.trainer.feature import is_of_user
+from lightning_mm5d.trainer.optimization import AroundUpdates
 
 _LOOPS = ("train", "validation", "test", "predict")
 HOOKS = (
@@ -78,11 +79,41 @@ def of_all(trainer: pl.Trainer, module: pl.LightningModule) -> list[Hook]:
     """Return the hooks that all ranks call together: of the module, of callbacks, and around steps of optimizers."""
     callbacks = vars(trainer)["callbacks"]
     hooks = [*of_users([module, *callbacks], HOOKS), *of_users(callbacks, ["state_dict"])]
-    for optimizer in trainer.optimizers:
+    return [*hooks, *of_steps(trainer.optimizers)]
+
+
+def of_some(trainer: pl.Trainer, module: pl.LightningModule) -> list[Hook]:
+    """Return the hooks that only some ranks may call."""
+    datamodule = getattr(trainer, "datamodule", None)
+    return of_users([module, *vars(trainer)["callbacks"], *trainer.loggers, datamodule], APART)
+
+
+def of_steps(optimizers: Iterable[Any]) -> list[Hook]:
+    """Return the hooks of users around steps of optimizers."""
+    hooks: list[Hook] = []
+    for optimizer in optimizers:
         for kind in ("pre", "post") if isinstance(optimizer, Optimizer) else ():
             holder = private(optimizer, f"_optimizer_step_{kind}_hooks")
             hooks += [Hook(optimizer, f"step_{kind}_hook", call, holder, key) for key, call in holder.items()]
     return [hook for hook in hooks if is_of_user(hook.call)]
+
+
+class LateHooks(AroundUpdates):
+    """Finds hooks around steps of optimizers that are registered after these are made, as in `on_train_start`.
+
+    Args:
+        known: those that are watched already.
+        watch: watches others, once, as the first training step begins.
+    """
+
+    def __init__(self, known: Iterable[Hook], watch: Callable[[list[Hook]], None]) -> None:
+        self._known, self._watch = [(id(hook.holder), hook.key) for hook in known], watch
+        self._is_over = False
+
+    def begin(self, optimizers: Sequence[Optimizer]) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._watch([hook for hook in of_steps(optimizers) if (id(hook.holder), hook.key) not in self._known])
 
 
 def common(hooks: list[Hook], group: dist.ProcessGroup | None) -> list[Hook]:

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from torch import nn
 
-from lightning_mm5d.features.full_views.viewed_hooks import APART, of_all, of_users, tell_full_shapes
+from lightning_mm5d.features.full_views.viewed_hooks import LateHooks, of_all, of_some, of_steps, tell_full_shapes
 
 
 class Module(L.LightningModule):
@@ -40,11 +40,17 @@ class Keeps(L.Callback):
         return {}
 
 
+class Loads(L.LightningDataModule):
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return batch
+
+
 def test_hooks_that_users_wrote_are_found_and_those_of_lightning_are_not() -> None:
     module = Module()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     optimizer.register_step_post_hook(lambda *_: None)
-    trainer: Any = SimpleNamespace(callbacks=[ModelCheckpoint(), Averages(), Keeps()], optimizers=[optimizer])
+    callbacks = [ModelCheckpoint(), Averages(), Keeps()]
+    trainer: Any = SimpleNamespace(callbacks=callbacks, optimizers=[optimizer], loggers=[], datamodule=Loads())
     hooks = of_all(trainer, module)
     assert [(type(hook.owner).__name__, hook.name) for hook in hooks] == [
         ("Module", "lr_scheduler_step"),
@@ -52,7 +58,18 @@ def test_hooks_that_users_wrote_are_found_and_those_of_lightning_are_not() -> No
         ("SGD", "step_post_hook"),
     ]
     assert [hook.holder[hook.key] for hook in hooks[2:]] == [hooks[2].call]
-    assert [hook.name for hook in of_users([module, *trainer.callbacks], APART)] == ["on_after_batch_transfer"]
+    assert [hook.name for hook in of_some(trainer, module)] == ["on_after_batch_transfer", "transfer_batch_to_device"]
+
+
+def test_hooks_around_steps_that_are_registered_late_are_watched_once() -> None:
+    optimizer = torch.optim.SGD(Module().parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    watched: list[list[str]] = []
+    late = LateHooks(of_steps([optimizer]), lambda hooks: watched.append([hook.name for hook in hooks]))
+    optimizer.register_step_post_hook(lambda *_: None)
+    late.begin([optimizer])
+    late.begin([optimizer])
+    assert watched == [["step_post_hook"]]
 
 
 def test_shards_tell_their_full_shape_while_optimizers_are_made_and_keep_their_values() -> None:

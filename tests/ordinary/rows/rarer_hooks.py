@@ -64,6 +64,20 @@ class NormalisesAfterSteps(Ordinary):
                 parameter.div_(parameter.norm())
 
 
+@row(SECTION, "hooks around an optimizer's steps, registered in `on_train_start`, read gradients and normalise matrices")
+class RegistersLate(NormalisesAfterSteps):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_start(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        optimizer.register_step_pre_hook(self.before)
+        optimizer.register_step_post_hook(self.normalise)
+
+    def before(self, *_: Any) -> None:
+        self.seen.append(sum(float(p.grad.square().sum()) for p in self.parameters() if p.grad is not None))
+
+
 @row(SECTION, "learning rates by the width of a weight (muP), and a decay for large ones, in `configure_optimizers`")
 class RatesByWidth(Ordinary):
     def configure_optimizers(self) -> Any:
