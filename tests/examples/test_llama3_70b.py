@@ -31,7 +31,6 @@ def test_a_rank_of_its_last_stage_runs_dry(capsys: pytest.CaptureFixture[str]) -
     arguments += ["--data.init_args.batch_size=4", "--data.init_args.length=32", "--data.init_args.vocabulary=512"]
     prefix = "--trainer.strategy.init_args"
     arguments += [f"{prefix}.batching.num_microbatches=4"]
-    arguments += [f"{prefix}.modalities.language.pipeline.interleaved_microbatches=1"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert main(["dryrun", str(FOLDER / "config.yaml"), "--rank", "63", "--json", *arguments]) == 0
