@@ -163,6 +163,8 @@ class Engine:
             stage: [places[name] for name, keys in writers.items() if stage not in keys]
             for stage in (views if len(views) > 1 else ())
         }
+        for name in plan.ownership.written_by_all if len(views) > 1 else ():
+            runtime.call_buffers[plan.partition.owners[name][0].modality].append(places[name])
 
     def execute(self, step: Step, trainable: frozenset[str], ending: Ending | None = None) -> None:
         """Run all microbatches of a step; results of the last stage go to ``step.finish``.

@@ -86,6 +86,7 @@ class _Watched(Attached, AroundSteps):
         weights: that are watched, by name.
         names: of them, by identity.
         buffers: where those of layers are, by name.
+        last_stage: where the step ends.
         looks: at weights as arrays.
     """
 
@@ -100,6 +101,7 @@ class _Watched(Attached, AroundSteps):
         names = {name for name, _ in root.named_buffers() if running.plan.topology.edges} - shared
         owned = sorted(names & running.plan.partition.owners.keys())
         self.buffers = {name: _place(root, name) for name in owned}
+        self.last_stage = running.plan.topology.last_stage
         self.looks = Looks(self.weights)
         self.changes.callback(self.looks.remove)
         running.engine.around.append(self)
@@ -132,7 +134,10 @@ class _Step(AroundStep):
         with written(self._weights, watched.names) as names, watched.looks.noted() as shown, order as early:
             yield
         self._running -= 1
-        self._written |= {name: 1 for name, version in self._versions().items() if version != before[name]}
+        for name, version in self._versions().items():
+            if version != before[name]:
+                has_ended = action.stage == watched.last_stage
+                self._written[name] = 1 if has_ended else self._written.get(name, -1)
         counts = names()
         for name, (memory, was) in shown.items():
             if name not in counts and not torch.allclose(memory, was, rtol=0.0, atol=0.0, equal_nan=True):

@@ -306,19 +306,6 @@ def padded_rows(x: Tensor, multiple: int) -> Tensor:
     return F.pad(x, (*(0, 0) * (x.dim() - 1), 0, missing)) if missing else x
 
 
-def padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, multiple: int) -> Tensor:
-    """Return ``x @ weight.T + bias``: ``[..., C]``, a view of a product with padded rows where C is no multiple.
-
-    Args:
-        x: ``[..., D]``.
-        weight: ``[C, D]``.
-        bias: ``[C]``.
-        multiple: of which the number of rows in the product is one.
-    """
-    product = F.linear(x, padded_rows(weight, multiple), None if bias is None else padded_rows(bias, multiple))
-    return without_padding(product, -1, weight.shape[0])
-
-
 def without_padding(x: Tensor, dim: int, length: int) -> Tensor:
     """Return the first `length` entries of `x` along `dim`, a view; `x` itself where these are all."""
     return x if x.shape[dim] == length else x.narrow(dim, 0, length)

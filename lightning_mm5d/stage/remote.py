@@ -222,17 +222,35 @@ def copied_buffers(places: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
     Values that are put back would change buffers for autograd, too, where this rank has computed with them.
     """
     saved = [(module._buffers, name, module._buffers[name]) for module, name in places]
-    copies: dict[int, Tensor] = {}
+    copies: dict[int, Any] = {id(None): None}
     for buffers, name, buffer in saved:
-        if buffer is not None:
-            if id(buffer) not in copies:
-                copies[id(buffer)] = buffer.clone()
-            buffers[name] = copies[id(buffer)]
+        if id(buffer) not in copies:
+            copies[id(buffer)] = buffer.clone()  # type: ignore[union-attr]
+            copies[id(buffer)].original = buffer
+        buffers[name] = copies[id(buffer)]
     try:
         yield
     finally:
         for buffers, name, buffer in saved:
-            buffers[name] = buffer
+            buffers[name] = None if buffer is None else copies[id(buffer)].original
+
+
+def buffers_in_call(places: Iterable[tuple[nn.Module, str]], *, here: bool) -> AbstractContextManager[None]:
+    """Enter in a call of an encoder that is computed `here`, which writes to its buffers; another writes to copies."""
+    return _shown_originals(places) if here else copied_buffers(places)
+
+
+@contextmanager
+def _shown_originals(places: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Put buffers in place of their copies again, where they are copied; what they are then stays in their places."""
+    copies = [(part._buffers, name, copy) for part, name in places if hasattr(copy := part._buffers[name], "original")]
+    for buffers, name, copy in copies:
+        buffers[name] = copy.original
+    try:
+        yield
+    finally:
+        for buffers, name, copy in copies:
+            copy.original, buffers[name] = buffers[name], copy
 
 
 def buffers_in(module: nn.Module) -> list[tuple[nn.Module, str]]:

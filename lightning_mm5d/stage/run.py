@@ -40,7 +40,7 @@ from lightning_mm5d.partition import Partition
 from lightning_mm5d.sharded.remote_value import Origin, is_remote, marked
 from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.stage.payload import Packer, Path, Payload, arguments, copies, put, rebuild, tensors_in, unsharded
-from lightning_mm5d.stage.remote import LayerCall, hidden_of, hidden_path, place_in, shown_stand_ins
+from lightning_mm5d.stage.remote import LayerCall, buffers_in_call, hidden_of, hidden_path, place_in, shown_stand_ins
 from lightning_mm5d.stage.runtime import Runtime, check_used
 from lightning_mm5d.stage.step_writes import StepWrites, Tail
 from lightning_mm5d.stage.taps import Call, Taps, mark_dependent, mark_stand_in, must_travel, traced
@@ -307,8 +307,7 @@ class Run:
         if self._runtime.handed is not None and self.trains and modality not in self.stage.cuts:
             self._runtime.handed |= {id(tensor) for _, tensor in tensors_in((args, kwargs))}
         if modality in self.stage.consumes:
-            index = self._consumed.get(name, 0)
-            self._consumed[name] = index + 1
+            self._consumed[name] = 1 + (index := self._consumed.get(name, 0))
             results = self._boundaries_in.get(name, [])
             if index >= len(results):
                 raise StageError(
@@ -345,7 +344,8 @@ class Run:
             # what is compiled expects no stand-ins
             eager = nullcontext() if here else torch.compiler.set_stance("force_eager")
             is_whole = here and not self._runtime.has_parts(modality)
-            with eager, self.writes.noted(name, self._runtime.path_of[name], is_whole=is_whole):
+            buffers = buffers_in_call(self._runtime.call_buffers[modality], here=here)
+            with eager, buffers, self.writes.noted(name, self._runtime.path_of[name], is_whole=is_whole):
                 return original(*args, **kwargs)
         except Exception:
             self._fails_inside = here

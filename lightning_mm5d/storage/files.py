@@ -184,21 +184,6 @@ def read_into(descriptor: int, memory: memoryview, offset: int, path: Path) -> N
         done += count
 
 
-def read_whole(path: Path, limit: int) -> bytes:
-    """Return all bytes of a file of at most `limit` bytes, which is no link.
-
-    Raises:
-        CheckpointCorruptError: it is missing, no ordinary file, or larger.
-    """
-    with opened(path, follow=False) as descriptor:
-        size = os.fstat(descriptor).st_size
-        if size > limit:
-            raise corrupt(path, f"it has {size} bytes, and such a file has at most {limit}")
-        memory = bytearray(size)
-        read_into(descriptor, memoryview(memory), 0, path)
-    return bytes(memory)
-
-
 def write_at(descriptor: int, data: memoryview | bytes, offset: int, path: Path) -> None:
     """Write all of `data` at `offset`.
 
@@ -212,21 +197,6 @@ def write_at(descriptor: int, data: memoryview | bytes, offset: int, path: Path)
             done += os.pwrite(descriptor, memory[done:], offset + done)
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
-
-
-def write_whole(path: Path, data: bytes) -> WrittenFile:
-    """Write a new file and flush it to the disk.
-
-    Raises:
-        OSError: the disk is full, may not be written, or has such a file.
-    """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        write_at(descriptor, data, 0, path)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return WrittenFile.of(data)
 
 
 def flush(path: Path) -> None:

@@ -309,7 +309,7 @@ class Steps:
         """Refuse a step that wrote to what this rank holds where it ends, and here had ended before."""
         ownership = self._plan.ownership
         for name, count in result.weights_written.items():
-            if count <= step.weights_written.get(name, 0):
+            if count <= abs(step.weights_written.get(name, 0)):
                 continue
             if name in self._plan.partition.owners and self._rank in ownership.ranks_holding(name):
                 rule = "The step ends before that on a rank that holds it, with its layers"

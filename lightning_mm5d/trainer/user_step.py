@@ -431,7 +431,8 @@ class UserStep:
         scopes: what belongs to one microbatch at a time.
         kept_values: what the step keeps in attributes of the module, which is marked where a microbatch ends.
         ended: indices of the microbatches that have ended, in their order.
-        weights_written: how often each run on this rank wrote to which parameters and buffers, where these are watched.
+        weights_written: how often each run on this rank wrote to which parameters and buffers, where these are watched;
+            -1 for buffers that only runs wrote which ended before the step's end.
     """
 
     trains = False

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from features.toys import PAIR, Layout, Run, Toy, alone, assert_same, weights
+from features.toys import PAIR, WIDTH, Layout, Run, Toy, alone, assert_same, weights
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.features.weight_writes import Looks, _Buffer, _differ, _norm, _Step, written
 from lightning_mm5d.sharded.data_accesses import accesses
@@ -251,3 +251,56 @@ def test_a_write_in_one_microbatch_is_that_of_one_process() -> None:
     found = run_ranks(2, on_rank)[0]
     for name in names:
         assert_same(found[name], alone(lambda run, name=name: trained(run, name)))
+
+
+class Counted(nn.Module):
+    """Counts its calls in buffers beside no parameter, one set anew, and those of a batch norm."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
+
+    def forward(self, *args: Any) -> Any:
+        features = self.encoder(*args)
+        self.calls.add_(1)
+        self.mean = 0.9 * self.mean + 0.1 * features.detach().mean()
+        return self.norm(features) + self.mean
+
+
+class CountsSteps(Toy):
+    """The step writes to another buffer of the encoder, before its call or after it."""
+
+    is_late = False
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> Any:
+        if not self.is_late:
+            self.encoder.steps.add_(1)
+        output = super().training_step(batch, batch_idx)
+        if self.is_late:
+            self.encoder.steps.add_(1)
+        return output
+
+
+def test_an_encoder_writes_to_its_buffers_where_it_shares_ranks_with_stages_of_the_language_model() -> None:
+    """language: ranks 0-1, sharing its layers, or as stages; vision: rank 0 for the microbatch, rank 1 for none"""
+    vision = Modality(module="encoder", boundary="encoder", colocate_with="language")
+    sizes = [{"tp_size": 2}, {"pp_size": 2}]
+    layouts = [Layout({"vision": vision, "language": Modality(module="decoder", **size)}, 2) for size in sizes]
+    cases = [(layout, is_late) for layout in layouts for is_late in (False, True)]
+
+    def on_rank(rank: int) -> list[dict[str, Any]]:
+        return [counted(Run(layout, {"num_microbatches": 1}), is_late) for layout, is_late in cases]
+
+    for got, (_, is_late) in zip(run_ranks(2, on_rank)[0], cases, strict=True):
+        assert_same(got, alone(lambda run, is_late=is_late: counted(run, is_late)))
+
+
+def counted(run: Run, is_late: bool) -> dict[str, Any]:
+    module = CountsSteps()
+    module.is_late, module.encoder = is_late, Counted(module.encoder)
+    run.trainer(num_sanity_val_steps=0).fit(module, run.training(), run.loader(8))
+    return weights(module) | dict(module.encoder.named_buffers())

@@ -39,7 +39,6 @@ from lightning_mm5d.sharded.class_operations import (
     Columns,
     check_targets,
     cross_entropy,
-    padded_linear,
     padded_rows,
     without_padding,
 )
@@ -49,6 +48,19 @@ from lightning_mm5d.sharded.tensor import NotYetComputed, Sharded, as_sharded, f
 from lightning_mm5d.sharded.torch_internals import as_plain_tensors, ends_graph, version_of
 
 Pointwise = Callable[[Tensor], Tensor]
+
+
+def padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, multiple: int) -> Tensor:
+    """Return ``x @ weight.T + bias``: ``[..., C]``, a view of a product with padded rows where C is no multiple.
+
+    Args:
+        x: ``[..., D]``.
+        weight: ``[C, D]``.
+        bias: ``[C]``.
+        multiple: of which the number of rows in the product is one.
+    """
+    product = F.linear(x, padded_rows(weight, multiple), None if bias is None else padded_rows(bias, multiple))
+    return without_padding(product, -1, weight.shape[0])
 
 
 @dataclass(frozen=True, kw_only=True)

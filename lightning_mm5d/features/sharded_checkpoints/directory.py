@@ -35,8 +35,8 @@ from lightning_mm5d.storage.files import (
     corrupt,
     flush,
     opened,
-    read_whole,
-    write_whole,
+    read_into,
+    write_at,
 )
 from lightning_mm5d.storage.replacement import Replacement, resolve
 from lightning_mm5d.storage.tensor_file import TensorFile, TensorFileWriter, are_lengths
@@ -51,6 +51,36 @@ Reader = Callable[[memoryview, int], None]
 UNCHECKED = "unchecked"
 """field of a manifest whose tensor files have no checksums: they never leave the memory of hosts"""
 _HEAD, _TAIL = '{"checksum":"%08x","manifest":', "}\n"
+
+
+def write_whole(path: Path, data: bytes) -> WrittenFile:
+    """Write a new file and flush it to the disk.
+
+    Raises:
+        OSError: the disk is full, may not be written, or has such a file.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        write_at(descriptor, data, 0, path)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return WrittenFile.of(data)
+
+
+def read_whole(path: Path, limit: int) -> bytes:
+    """Return all bytes of a file of at most `limit` bytes, which is no link.
+
+    Raises:
+        CheckpointCorruptError: it is missing, no ordinary file, or larger.
+    """
+    with opened(path, follow=False) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size > limit:
+            raise corrupt(path, f"it has {size} bytes, and such a file has at most {limit}")
+        memory = bytearray(size)
+        read_into(descriptor, memoryview(memory), 0, path)
+    return bytes(memory)
 
 
 @dataclass(frozen=True)

@@ -59,10 +59,11 @@ from lightning_mm5d.features.sharded_checkpoints.directory import (
     decode_manifest,
     encode_manifest,
     is_file_name,
+    write_whole,
 )
 from lightning_mm5d.features.sharded_checkpoints.sharded_save import Save
 from lightning_mm5d.sharded.collectives import message_device
-from lightning_mm5d.storage.files import WrittenFile, write_at, write_whole
+from lightning_mm5d.storage.files import WrittenFile, write_at
 from lightning_mm5d.storage.tensor_file import TensorFileWriter
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -187,8 +188,7 @@ class MemoryWriter(DirectoryWriter):
 
     @override
     def commit(self, files: Mapping[str, WrittenFile], fields: Mapping[str, Any]) -> None:
-        text = encode_manifest(Manifest(files, {**fields, UNCHECKED: True}))
-        write_whole(self.folder / MANIFEST, text)
+        write_whole(self.folder / MANIFEST, text := encode_manifest(Manifest(files, {**fields, UNCHECKED: True})))
         self._reports.tell("manifest", text.decode())
 
     @override

@@ -21,7 +21,12 @@ from lightning_mm5d import CheckpointCorruptError, ConfigError, MultimodalStrate
 from lightning_mm5d.checkpoint.rank_reports import RankReports
 from lightning_mm5d.features.sharded_checkpoints import in_memory
 from lightning_mm5d.features.sharded_checkpoints.checkpoints import ShardedCheckpoints
-from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory, Manifest, encode_manifest
+from lightning_mm5d.features.sharded_checkpoints.directory import (
+    CheckpointDirectory,
+    Manifest,
+    encode_manifest,
+    write_whole,
+)
 from lightning_mm5d.features.sharded_checkpoints.in_memory import (
     FileServer,
     HostMemory,
@@ -32,7 +37,7 @@ from lightning_mm5d.features.sharded_checkpoints.in_memory import (
     newest,
     remove_ended,
 )
-from lightning_mm5d.storage.files import WrittenFile, write_whole
+from lightning_mm5d.storage.files import WrittenFile
 from lightning_mm5d.storage.tensor_file import TensorFile, TensorFileWriter
 from ranks import run_ranks
 

@@ -64,7 +64,7 @@ class NormalisesAfterSteps(Ordinary):
                 parameter.div_(parameter.norm())
 
 
-@row(SECTION, "hooks around an optimizer's steps, registered in `on_train_start`, read gradients and normalise matrices")
+@row(SECTION, "hooks around an optimizer's steps, registered in `on_train_start`, read gradients and scale matrices")
 class RegistersLate(NormalisesAfterSteps):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
