@@ -250,7 +250,7 @@ def _compare_results(step: JoinedStep, rounding: float) -> None:
         differences = [(f"what it returns{where}", got, expected) for where, got, expected in differing]
         for name, expected in step.rows[2].items():
             first, second, before = step.rows[0].get(name), step.rows[1].get(name), step.before.get(name)
-            if first is None or second is None or second is first or first.shape[:1] not in ((samples[0],), ()):
+            if first is None or second is None or second is first or first.shape[:1] != (samples[0],):
                 continue
             if getattr(before, "shape", None) == first.shape:  # which may go on: a sum over batches
                 continue

@@ -90,28 +90,6 @@ def test_what_a_step_keeps_of_a_batch_and_not_of_each_sample_is_told_of_once_aft
     assert sorted(said) == sorted(expected)
 
 
-class Squeezing(Toy):
-    """Keeps what `squeeze()` leaves of a column: a number where a microbatch has one sample."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.column = self(batch).detach()[:, :1].squeeze()
-        return self.loss(batch)
-
-
-def _told_of_squeezed(rank: int) -> list[str]:
-    run = Run(LAYOUTS[2])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run.trainer(use_distributed_sampler=False).fit(Squeezing(), run.loader(4, batch_size=2))
-    return [str(one.message).partition(" for the")[0] for one in caught if "self." in str(one.message)]
-
-
-def test_a_column_that_is_squeezed_to_a_number_is_told_of() -> None:
-    """vision: rank 0, language: rank 1"""
-    said = [text for rank in call_ranks(2, _told_of_squeezed) for text in rank]
-    assert said == ["training_step: self.column is a tensor of (2,)"]
-
-
 class Masked(Toy):
     """A mean over samples that a mask marks: as many in both microbatches of the first batch, and one less later."""
 
