@@ -5,6 +5,7 @@ Samples that were dealt to microbatches are put back into the order of the batch
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from operator import itemgetter
@@ -60,7 +61,13 @@ class Sizes(tuple[int, ...]):
 
 
 def merge(
-    outputs: Sequence[Any], samples: Sequence[int], where: str = "", *, tells: bool = True, reads: bool = True
+    outputs: Sequence[Any],
+    samples: Sequence[int],
+    where: str = "",
+    *,
+    tells: bool = True,
+    reads: bool = True,
+    lists: set[str] | None = None,
 ) -> Any:
     """Joins what M microbatches returned into what the batch would have returned.
 
@@ -80,13 +87,16 @@ def merge(
         where: path of the outputs in what the step gave, for warnings.
         tells: whether to warn of tensors that become a list because they have no rows of samples.
         reads: whether to look at rows of whole numbers, for a warning, also on a device, for which the host waits.
+        lists: paths of lists with an element per sample in earlier batches, to which it adds: fewer samples may be as
+            many by chance as their elements have rows.
     """
+    lists = set() if lists is None else lists
     outputs, samples = list(outputs), samples if isinstance(samples, Sizes) else Sizes(samples)
     if len(outputs) != len(samples):
         raise ValueError(f"merge: got {len(outputs)} outputs and {len(samples)} numbers of samples.")
-    first = outputs[0]
     if len(outputs) == 1:
-        return first
+        return outputs[0]
+    first, *_ = outputs = unsqueezed(outputs, samples)
     if all(isinstance(output, torch.Tensor) for output in outputs):
         return _merge_tensors(outputs, samples, where, tells, reads)
     if all(isinstance(output, int) for output in outputs) and not any(isinstance(output, bool) for output in outputs):
@@ -99,16 +109,31 @@ def merge(
         return rows if samples.order is None else rows[np.argsort(samples.order)]
     if any(type(output) is not type(first) or is_array(output) for output in outputs):
         return outputs
-    if _hold_samples(outputs, samples):
+    if _hold_samples(outputs, samples, where in lists):
+        lists.add(where)
         return type(first)(samples.restored([element for output in outputs for element in output]))
     if children_of(first) is not None:
         fields = [dict(children_of(output) or ()) for output in outputs]
         if any(list(other) != list(fields[0]) for other in fields):
             return outputs
         tree = {step: [other[step] for other in fields] for step in fields[0]}
-        merged = [merge(nodes, samples, f"{where}[{step!r}]", tells=tells, reads=reads) for step, nodes in tree.items()]
-        return rebuilt(first, merged)
+        told: dict[str, Any] = {"tells": tells, "reads": reads, "lists": lists}
+        return rebuilt(first, [merge(nodes, samples, f"{where}[{step!r}]", **told) for step, nodes in tree.items()])
     return first if all(output == first for output in outputs) else outputs
+
+
+def unsqueezed(outputs: list[Any], samples: Sequence[int]) -> list[Any]:
+    """Give tensors of microbatches of a sample back the dim of samples, which `squeeze()` took, where others have it.
+
+    Args:
+        outputs: M values.
+        samples: M numbers of samples.
+    """
+    if not all(isinstance(output, (torch.Tensor, np.ndarray)) for output in outputs):
+        return outputs
+    dims = max(output.ndim for output in outputs)
+    pairs = zip(outputs, samples, strict=True)
+    return [output[None] if size == 1 and output.ndim == dims - 1 else output for output, size in pairs]
 
 
 def _merge_integers(outputs: list[int], samples: Sizes, where: str) -> int:
@@ -163,10 +188,9 @@ def _merge_tensors(outputs: list[torch.Tensor], samples: Sizes, where: str, tell
         return joined.index_select(dims[0], on_device(places, joined.device))
     if all(torch.equal(output, first) for output in outputs):
         return first
-    if tells and first.ndim:
-        (each, rest), *others = {
-            divmod(len(output), max(size, 1)) for output, size in zip(outputs, samples, strict=True)
-        }
+    if tells and any(output.ndim for output in outputs):
+        pairs = zip(outputs, samples, strict=True)
+        (each, rest), *others = {divmod(math.prod(output.shape[:1]), max(size, 1)) for output, size in pairs}
         is_multiple = each > 1 and not rest and not others  # by chance, or in an order of rows that nothing tells
         example = f" (x.unflatten(0, (-1, {each})), if the rows of a sample follow each other)" if is_multiple else ""
         _warn(
@@ -204,11 +228,11 @@ def _are_rows(outputs: Sequence[Any], samples: Sequence[int]) -> bool:
     return all(output.shape == (size, *outputs[0].shape[1:]) for output, size in zip(outputs, samples, strict=True))
 
 
-def _hold_samples(outputs: list[Any], samples: Sequence[int]) -> bool:
-    """Whether sequences hold one element per sample, rather than fields with one row per sample."""
+def _hold_samples(outputs: list[Any], samples: Sequence[int], is_known: bool) -> bool:
+    """Whether sequences hold one element per sample, as `is_known` of lists, and no fields with one row per sample."""
     pairs = list(zip(outputs, samples, strict=True))
     if any(not is_plain_sequence(output) or len(output) != size for output, size in pairs):
         return False
     if isinstance(outputs[0], tuple):
         return all(isinstance(element, str) for output in outputs for element in output)
-    return any({len(leaf) for _, leaf in leaves(o) if is_array(leaf)} != {size} for o, size in pairs)
+    return is_known or any({len(leaf) for _, leaf in leaves(o) if is_array(leaf)} != {size} for o, size in pairs)

@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
 from lightning_mm5d.config.errors import private
-from lightning_mm5d.data.joining import BatchNumber, Sizes, merge
+from lightning_mm5d.data.joining import BatchNumber, Sizes, merge, unsqueezed
 from lightning_mm5d.data.random_state import generator_states, is_iterator, put_generators_back
 from lightning_mm5d.sharded.remote_value import RemoteValue, is_remote, make_plain
 from lightning_mm5d.sharded.tensor import Sharded
@@ -564,7 +564,7 @@ def _joined_rows(values: Sequence[Any], samples: Sizes, before: Any) -> Any:
 
     What has as many rows as `before` may go on with what that was.
     """
-    first = values[0]
+    first, *_ = values = unsqueezed([*values], samples)
     if any(type(value) is not type(first) for value in values) or not all(map(_hold_rows, values, samples)):
         return _MISSING
     is_same_kind = type(before) is type(first) and not isinstance(first, (tuple, dict))

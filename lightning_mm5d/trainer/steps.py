@@ -194,7 +194,7 @@ class Steps:
         self._own_replica = next((number for number, replica in replicas.items() if replica.ends_here), None)
         self.writes = self._own_replica == 0 and replicas[0].src == rank
         self._evaluated = set[Hashable]()  # evaluation steps and dataloaders whose first batch was looked at
-        self._joined = set[str]()  # steps whose results were joined
+        self._joined = dict[str, set[str]]()  # by step whose results were joined: lists of samples in these
         self._named = list(module.named_parameters(remove_duplicate=False))
         self._parameters = [parameter for _, parameter in self._named]
         shared, ownership = plan.division.shared, plan.ownership
@@ -523,8 +523,8 @@ class Steps:
         if all(result is None for result in results):
             outputs = None
         elif len(results) == 1 or all(part.is_counted for part in step.microbatches[self._own_replica]):
-            outputs = merge(results, samples, reads=step.name not in self._joined)
-            self._joined.add(step.name)
+            is_first = step.name not in self._joined
+            outputs = merge(results, samples, reads=is_first, lists=self._joined.setdefault(step.name, set()))
         weight = sum(step.weights.of_replica)
         # replicas count by their samples in a synced mean, and the value must count by its weight
         total = step.weights.total

@@ -185,3 +185,31 @@ def remembers(run: Run) -> dict[str, Any]:
 
     loaders = {"train_dataloaders": run.training(Numbered(32)), "val_dataloaders": None}
     return fitted(run, Remembers(), data=loaders)
+
+
+class GivesRows(Ordinary):
+    """Gives a list of rows in training, and what `squeeze()` leaves of a column in validation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch)
+        return {"loss": nn.functional.cross_entropy(logits, batch["label"]), "rows": list(logits.detach())}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(outputs["rows"])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.last = self(batch)[:, :1].squeeze()
+        return {"column": self.last}
+
+    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.seen.append([outputs["column"], self.last])
+
+
+@row(
+    SECTION,
+    "smaller last batches, of lists of rows as long as a microbatch, and of columns squeezed to a number",
+    differs={"replicas": "each replica has the rows of its own samples, as under DDP"},
+)
+def smaller_rows(run: Run) -> dict[str, Any]:
+    loaders = {"train_dataloaders": run.training(30), "val_dataloaders": run.loader(11)}
+    return fitted(run, GivesRows(), data=loaders)
