@@ -243,7 +243,9 @@ def buffers_in_call(places: Iterable[tuple[nn.Module, str]], *, here: bool) -> A
 @contextmanager
 def _shown_originals(places: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
     """Put buffers in place of their copies again, where they are copied; what they are then stays in their places."""
-    copies: list[Any] = [(p._buffers, name, copy) for p, name in places if hasattr(copy := p._buffers[name], "original")]
+    copies: list[Any] = [
+        (p._buffers, name, copy) for p, name in places if hasattr(copy := p._buffers[name], "original")
+    ]
     for buffers, name, copy in copies:
         buffers[name] = copy.original
     try:
