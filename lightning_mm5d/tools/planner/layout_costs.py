@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -474,7 +474,7 @@ def _on_ranks(single: float, of_two: float, ranks: int) -> float:
 
 def _work(use: UnitUse, two: UnitUse, tp: int, factor: float) -> Work:
     """What a unit computes on one of `tp` ranks, of `factor` times what was traced."""
-    works = zip(astuple(use.work), astuple(two.work), strict=True)
+    works = zip(vars(use.work).values(), vars(two.work).values(), strict=True)  # astuple copies, and takes long
     return Work(*(_on_ranks(single, of_two, tp) * factor for single, of_two in works))
 
 
