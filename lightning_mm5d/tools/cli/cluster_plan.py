@@ -129,7 +129,7 @@ def _not_searched(modalities: Mapping[str, Modality]) -> list[str]:
     settings = [
         f"modalities.{name}.{path_of(field)}: {value_of(modality, field)}"
         for name, modality in modalities.items()
-        for field in ("cp_mode", "inner_ring_size", "tp_mode", "expert_tp_size")
+        for field in ("inner_ring_size", "tp_mode", "expert_tp_size")
         if value_of(modality, field) != value_of(_free(modality, None), field)
     ]
     return [f"Not searched, and left out of the layouts above: {', '.join(settings)}"] if settings else []
@@ -307,8 +307,7 @@ def _free(modality: Modality, owner: str | None) -> Modality:
     """A modality without its layout, on the ranks of its owner."""
     sizes: dict[str, Any] = dict.fromkeys(("dp_size", "pp_size", "pipeline_template", "cost", "ulysses_size"))
     sizes |= dict.fromkeys(("tp_size", "cp_size", "ep_size", "expert_tp_size", "pp_chunks", "tp_depth"), 1)
-    mode = "allgather" if modality.context.cp_mode == "hybrid" else modality.context.cp_mode
-    return with_fields(modality, **sizes, tp_mode="1d", cp_mode=mode, inner_ring_size=None, colocate_with=owner)
+    return with_fields(modality, **sizes, tp_mode="1d", inner_ring_size=None, colocate_with=owner)
 
 
 def sets_batch(job: Job, size: int) -> bool:

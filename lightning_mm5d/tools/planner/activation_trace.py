@@ -13,6 +13,7 @@ rows that came and their results are kept besides.
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -36,7 +37,7 @@ from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.tensor_parallel.entrance import fits
 from lightning_mm5d.tensor_parallel.resolve import Division
 from lightning_mm5d.tools.planner.hollow_tensors import GROUPED, LARGE, HollowTensors
-from lightning_mm5d.tools.planner.profile import step_arguments, watched
+from lightning_mm5d.tools.planner.profile import Work, step_arguments, watched
 from lightning_mm5d.trainer.construction import copy_without_memory
 
 Storages = dict[int, int]
@@ -67,27 +68,6 @@ class Product(NamedTuple):
     weight: int
     passes: bool
     trains: bool
-
-
-@dataclass
-class Work:
-    """What the forward of one unit computes on one rank.
-
-    Attributes:
-        flops: of matrix products and convolutions, without attention.
-        trained: of these, the ones with a trained weight.
-        attention: flops of fused attentions; half of all pairs where they are told to be causal, else what masks allow.
-        moved: bytes that all other operations read and write.
-        keys: bytes of the keys and values that attentions take.
-        routed: bytes of the rows that travel to experts.
-    """
-
-    flops: float = 0.0
-    trained: float = 0.0
-    attention: float = 0.0
-    moved: float = 0.0
-    keys: float = 0.0
-    routed: float = 0.0
 
 
 @dataclass
@@ -198,6 +178,7 @@ class _Tracer:
         self._gathered: dict[int, int] = {}  # of these, the ones that are there now
         self._casts: dict[int, Any] = {}  # what was cast for a column layer, by the numbers of the copies
         self._shared: dict[Any, int] = {}  # the copy that all column layers keep
+        self._repeated: dict[int, int] = {}  # how often storages have each of their heads
         self._casting = False
         self._passing: set[int] = set()  # alive, and not kept
         self._beside = 0  # bytes of these, and of what is gathered now
@@ -422,14 +403,12 @@ class _Tracer:
         if weight is not None and packet is torch.ops.aten._to_copy:  # of autocast
             self._weights[self._number(outputs[0])] = weight
         if packet._qualified_op_name.startswith("aten::_scaled_dot_product"):
-            query, key, value = inputs[:3]
-            pairs = query.numel() // query.shape[-1] * key.shape[-2]
             named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
             seen = 0.5 if named.get("is_causal") else 1.0
             if len(inputs) > 3 and not self._fake.is_hollow(inputs[3]):  # a large mask of numbers has no values
                 seen = allowed(inputs[3])
-            work.attention += 2 * pairs * (query.shape[-1] + value.shape[-1]) * share * seen
-            work.keys += (key.numel() + value.numel()) * key.element_size() * share
+            query, key, value = inputs[:3]
+            work.attend(query, key, value, share, seen, self._repeated.get(self._number(key), 1))
         elif packet in flop_registry or func is GROUPED:
             if func is GROUPED:
                 flops = 2 * inputs[0].numel() * outputs[0].shape[-1] * share
@@ -440,8 +419,17 @@ class _Tracer:
             if trains and packet is not torch.ops.aten.convolution:
                 self._put_off(inputs, outputs[0])
         elif fresh:
+            self._note_repeated(packet, inputs, outputs)
             parts = ((t, max(t.untyped_storage().nbytes(), 1)) for t in (*inputs, *outputs))
             work.moved += sum(self._bytes[self._number(t)] * min(t.nbytes / whole, 1.0) for t, whole in parts)
+
+    def _note_repeated(self, packet: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Note copies of expanded tensors: key heads that attentions repeat for their queries do not travel so."""
+        if packet in (torch.ops.aten.clone, torch.ops.aten._to_copy):
+            times = math.prod(
+                size for size, stride in zip(inputs[0].shape, inputs[0].stride(), strict=True) if not stride
+            )
+            self._repeated[self._number(outputs[0])] = times * self._repeated.get(self._number(inputs[0]), 1)
 
     def _put_off(self, inputs: Sequence[Tensor], output: Tensor) -> None:
         """Note what the weight gradient of a product is made of: its input, and the gradient of its result."""

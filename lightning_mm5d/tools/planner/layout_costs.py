@@ -4,20 +4,23 @@ One microbatch is traced twice: on one rank, and on two tensor parallel ranks. W
 which the two traces give; it is proportional to the samples of a microbatch and to one over `cp_size`. So no other
 layout is traced. Time is a roofline by operation: products by flops, all else by bytes.
 
-A forward has the sums of tensor parallel ranks, the gather of keys and values over context parallel ranks (for each
-`cp_mode` but ``items`` with a sample for each rank) and the exchanges of experts; so has its backward. Messages between
-stages take their time in the simulated step. Gradients are summed while the last backward runs, and rows of parameters
-are gathered before the step or after it, as the engine does. Each microbatch adds its gradients to those before, of
-which experts are taken to be most where layers have them. The update takes as long as the bytes that its operations
-read and write, or their part of a measured update of all parameters. The embedding's and the head's sums take no time.
-Later stages of the language model run the user's step up to its first layer again.
+A forward has the sums of tensor parallel ranks, what context parallel ranks wait for in attentions (nothing under
+``items`` with a sample for each rank), and the exchanges of experts; so has its backward. Each `cp_mode` sends and
+copies what `context_parallel.exchange` does: gathers of a few key heads or hops of a ring while the block before them
+computes, all-to-alls which nothing hides. Messages between stages take their time in the simulated step. Gradients are
+summed while the last backward runs, and rows of parameters are gathered before the step or after it, as the engine
+does. Each microbatch adds its gradients to those before, of which experts are taken to be most where layers have them.
+The update takes as long as the bytes that its operations read and write, or their part of a measured update of all
+parameters. The embedding's and the head's sums take no time. Later stages of the language model run the user's step up
+to its first layer again.
 
 Ranks of a node compute at once. Where they share memory or cores, all that they compute takes `compute_slowdown` times
 as long as on a rank alone, on which layers and updates are measured.
 
 A message of n bytes takes ``alpha + n * beta`` seconds: alpha is the latency of a link, beta one over its bandwidth.
 There are two classes of links, inside a node and between nodes; a group that spans nodes goes at the pace of the
-latter. Collectives are rings of p ranks, and pairwise for all-to-all (R. Thakur, R. Rabenseifner, W. Gropp,
+latter. A ring for attentions with several ranks of each node sends to other nodes from one of these at a time, with the
+bandwidth of all. Collectives are rings of p ranks, and pairwise for all-to-all (R. Thakur, R. Rabenseifner, W. Gropp,
 *Optimization of Collective Communication Operations in MPICH*, IJHPCA 19, 2005). A group of one rank takes no time.
 Where links have an overhead, each end of a message between stages computes nothing for ``o + n * O`` seconds (T.
 Hoefler, T. Schneider, A. Lumsdaine, *LogGOPSim*, HPDC 2010): on CPUs the cores of layers move messages, too.
@@ -28,20 +31,22 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.context_parallel.exchange.attention import STEP_BYTES
+from lightning_mm5d.layout.layout import even_ranges
 from lightning_mm5d.partition.costs import Unit, costed, step_costs
 from lightning_mm5d.plan.holdings import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule, simulate
 from lightning_mm5d.schedule.graph import StageKey
-from lightning_mm5d.tools.planner.activation_trace import Storages, Trace, UnitUse, Work
-from lightning_mm5d.tools.planner.profile import Measured
+from lightning_mm5d.tools.planner.activation_trace import Storages, Trace, UnitUse
+from lightning_mm5d.tools.planner.profile import Measured, Work
 from lightning_mm5d.tools.planner.rank_memory import Step, span_of
 
 
@@ -191,7 +196,7 @@ class LayoutCosts:
     def units(self, name: str, modality: Modality, samples: float) -> list[Unit]:
         """Return the units of a modality in seconds on a rank, for a microbatch of so many samples."""
         tp, cp, ep = modality.tp_size, modality.cp_size, modality.ep_size
-        key = name, tp, cp, ep, modality.context.cp_mode, samples
+        key = name, tp, cp, ep, modality.context, samples
         if key not in self.known:
             factor = samples / self.samples / cp
             scales = self.scales.get(name, [Measured(1.0, 1.0)] * len(self.rows[name]))
@@ -235,21 +240,19 @@ class LayoutCosts:
         return 0 if states is None else states.moved
 
     def _unit(self, unit: Unit, use: UnitUse, two: UnitUse, modality: Modality, factor: float, scale: Measured) -> Unit:
-        tp, cp, ep = modality.tp_size, modality.cp_size, modality.ep_size
-        works = zip(astuple(use.work), astuple(two.work), strict=True)
-        work = Work(*(_on_ranks(single, of_two, tp) * factor for single, of_two in works))
-        within, block, beyond = (self.cluster.link(range(size)) for size in (tp, tp * cp, tp * ep))
+        tp, ep = modality.tp_size, modality.ep_size
+        work = _work(use, two, tp, factor)
+        within, beyond = (self.cluster.link(range(size)) for size in (tp, tp * ep))
         sums = {p.source: p.input for p in two.products if p.kind == "column" and p.passes}
         results = [p.output for p in two.products if p.kind == "row"]
-        by_items = modality.context.cp_mode == "items" and factor * self.samples >= 1  # else sequences are split
-        keys = 0.0 if by_items else block.all_gather(cp, work.keys * cp)
+        waits, waits_back = self._context_waits(modality, work, scale, factor)
         routed = 2 * beyond.all_to_all(ep, work.routed)
-        forward = self.cluster.seconds(work.flops + work.attention, work.moved) * scale.forward + keys + routed
+        forward = self.cluster.seconds(work.flops + work.attention, work.moved) * scale.forward + waits + routed
         forward = max(forward + sum(within.all_reduce(tp, size * factor) for size in results), _LEAST)
         backward = self.cluster.seconds(work.flops + _ATTENTION_BACKWARD * work.attention, 2 * work.moved)
         backward = (
             backward * scale.backward
-            + 2 * keys
+            + waits_back
             + routed
             + sum(within.all_reduce(tp, size * factor) for size in sums.values())
         )
@@ -258,6 +261,94 @@ class LayoutCosts:
         weight = self.cluster.seconds(work.trained, added) * scale.backward / (sum(trained.values()) or 1)
         costs = {name: cost * weight for name, cost in trained.items()}
         return replace(unit, forward=forward, costs=costs, backward=max(backward, _LEAST) / forward)
+
+    def waits(self, name: str, modality: Modality, samples: float) -> float:
+        """Return the seconds that attentions of a modality wait for tokens of other ranks, forward and backward."""
+        factor, rows = samples / self.samples / modality.cp_size, self._pairs(name)
+        scales = self.scales.get(name, [Measured(1.0, 1.0)] * len(self.rows[name]))
+        works = (_work(*pair, modality.tp_size, factor) for pair in rows)
+        both = (self._context_waits(modality, *each, factor) for each in zip(works, scales, strict=True))
+        return sum(map(sum, both))
+
+    def _context_waits(self, modality: Modality, work: Work, scale: Measured, factor: float) -> tuple[float, float]:
+        """Seconds that attentions to tokens of other ranks take longer, of a forward and of a backward."""
+        cp, tp, mode, seconds = modality.cp_size, modality.tp_size, modality.context.cp_mode, self.cluster.seconds
+        if cp == 1 or not work.keys or (mode == "items" and factor * self.samples >= 1):  # else sequences are split
+            return 0.0, 0.0
+        forward = seconds(work.attention, 0.0) * scale.forward
+        backward = seconds(_ATTENTION_BACKWARD * work.attention, 0.0) * scale.backward
+        heads, key_heads = (max(round(number / factor), 1) for number in (work.heads, work.key_heads))
+        keys, sums, queries = work.keys, work.key_sums, work.queries
+        if mode in ("allgather", "items"):
+            return self._gathered_waits(keys, sums, key_heads, self._ring_link(cp, tp), cp, forward, backward)
+        inner = {"ulysses": cp, "ring": 1}.get(mode) or modality.context.ulysses_size or 1
+        waits = waits_back = 0.0
+        if inner > 1:
+            ratio, link = max(heads // key_heads, 1), self.cluster.link(range(0, inner * tp, tp))
+            ranges = even_ranges(heads, inner)
+            read = [-(-stop // ratio) - start // ratio for start, stop in ranges if stop > start]
+            again, more = sum(read) > key_heads, -(-heads // inner) * inner / heads
+            keys, sums = (size * max(read) * inner / key_heads for size in (keys, sums))  # of the rank with most heads
+            queries *= more
+            back = keys + (keys if inner == cp else sums) if again else keys  # those of a ring are sums
+            moved = queries + keys, queries + back
+            waits, waits_back = (
+                messages * (inner - 1) * link.latency + (inner - 1) / inner * size / link.bandwidth
+                for messages, size in zip((4, 6 if again else 4), moved, strict=True)
+            )
+            waits, waits_back = waits + seconds(0, 4 * moved[0]), waits_back + seconds(0, 4 * moved[1])
+            waits, waits_back = waits + (more - 1) * forward, waits_back + (more - 1) * backward
+            forward, backward = more * forward, more * backward
+        if inner == cp:
+            return waits, waits_back
+        ring, narrow = self._ring_waits(keys, sums, cp // inner, inner * tp, mode == "ring", forward, backward)
+        summed = queries / 2 * sums / keys  # bytes of results in the type in which they are added up
+        hops = cp // inner - 1
+        copied = 2 * keys + 3 * hops * summed, 2 * keys + 2 * (hops + 1) * sums + 3 * hops * (sums + summed)
+        return waits + ring + seconds(0, copied[0]), waits_back + narrow + seconds(0, copied[1])
+
+    def _gathered_waits(
+        self, keys: float, sums: float, heads: int, link: Link, ranks: int, forward: float, backward: float
+    ) -> tuple[float, float]:
+        """Of an all-gather of keys and values in steps, each while the step before it computes."""
+        steps = -(-heads // min(max(int(STEP_BYTES // (keys * ranks / heads)), 1), heads))
+        gather, scatter = (
+            2 * (ranks - 1) * link.latency + (ranks - 1) * size / steps / link.bandwidth for size in (keys, sums)
+        )
+        both = gather + scatter
+        waits = gather + (steps - 1) * max(gather - forward / steps, 0.0)
+        waits_back = both + (steps - 1) * max(both - backward / steps, 0.0)
+        copied = self.cluster.seconds(0, 2 * ranks * keys), self.cluster.seconds(0, ranks * (4 * keys + 2 * sums))
+        return waits + copied[0], waits_back + copied[1]
+
+    def _ring_waits(
+        self, keys: float, sums: float, ranks: int, stride: int, nests: bool, forward: float, backward: float
+    ) -> tuple[float, float]:
+        """Of blocks that travel around a ring, or around rings in nodes and between them, while others compute."""
+        link, here = self._ring_link(ranks, stride), max(self.cluster.ranks // stride, 1)
+        nests = nests and 1 < here < ranks and ranks % here == 0
+        size, outer = (here, ranks // here) if nests else (ranks, 1)
+        waits = []
+        for sent, back, whole in ((keys, 0.0, forward), (keys, sums, backward)):
+            hops = [
+                (each.message(sent), each.message(back) if back else 0.0)
+                for each in (self.cluster.inside if nests else link, self.cluster.between)
+            ]
+            (hop, last), (hop_between, last_between) = hops
+            inside = (size - 1) * max(hop + last - whole / ranks, 0.0) + last
+            a_round = size * whole / ranks + inside
+            between = (outer - 1) * max(hop_between + last_between - a_round, 0.0) + last_between
+            waits.append(outer * inside + (between if nests else 0.0))
+        return waits[0], waits[1]
+
+    def _ring_link(self, ranks: int, stride: int) -> Link:
+        """The links of a ring over nodes, in which of the ranks of a node one sends to another node at a time."""
+        link = self.cluster.link(range(0, ranks * stride, stride))
+        if link is self.cluster.inside:
+            return link
+        return replace(
+            link, bandwidth=min(self.cluster.inside.bandwidth, link.bandwidth * max(self.cluster.ranks // stride, 1))
+        )
 
     def _pairs(self, name: str) -> zip[tuple[UnitUse, UnitUse]]:
         return zip(self.of_one.units[name], self.of_two.units[name], strict=True)
@@ -379,6 +470,12 @@ def _with_more(unit: Unit, taken: float, repeated: float) -> Unit:
 def _on_ranks(single: float, of_two: float, ranks: int) -> float:
     """What one of `ranks` tensor parallel ranks has, given what one rank and one of two have."""
     return max(single - 2 * (single - of_two) * (1 - 1 / ranks), 0)  # below 0 of what shared layers do not have
+
+
+def _work(use: UnitUse, two: UnitUse, tp: int, factor: float) -> Work:
+    """What a unit computes on one of `tp` ranks, of `factor` times what was traced."""
+    works = zip(vars(use.work).values(), vars(two.work).values(), strict=True)  # astuple copies, and takes long
+    return Work(*(_on_ranks(single, of_two, tp) * factor for single, of_two in works))
 
 
 def _scale(seconds: Measured, guessed: Measured, is_known: bool = False) -> Measured:

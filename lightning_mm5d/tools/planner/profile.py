@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -33,6 +34,55 @@ from lightning_mm5d.partition.parts import Parts
 from lightning_mm5d.partition.step_uses import Encoder, Structure
 from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.tools.planner.hollow_tensors import OptimizerStates
+
+
+@dataclass
+class Work:
+    """What the forward of one unit computes on one rank.
+
+    Attributes:
+        flops: of matrix products and convolutions, without attention.
+        trained: of these, the ones with a trained weight.
+        attention: flops of fused attentions; half of all pairs where they are told to be causal, else what masks allow.
+        moved: bytes that all other operations read and write.
+        keys: bytes of the keys and values that attentions take.
+        key_sums: bytes of these in the type in which ranks add up their gradients.
+        queries: bytes of the queries and the results of attentions.
+        heads: of the queries of attentions.
+        key_heads: of their keys.
+        routed: bytes of the rows that travel to experts.
+    """
+
+    flops: float = 0.0
+    trained: float = 0.0
+    attention: float = 0.0
+    moved: float = 0.0
+    keys: float = 0.0
+    routed: float = 0.0
+    key_sums: float = 0.0
+    queries: float = 0.0
+    heads: float = 0.0
+    key_heads: float = 0.0
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, share: float, seen: float, repeated: int) -> None:
+        """Add a fused attention.
+
+        Args:
+            query: [B, H, Sq, D].
+            key: [B, G, Sk, D].
+            value: [B, G, Sk, Dv].
+            share: what a rank has of the heads.
+            seen: share of the pairs of a query and a key that a mask allows.
+            repeated: how often each head of keys is there.
+        """
+        pairs, widths = query.numel() // query.shape[-1] * key.shape[-2], query.shape[-1] + value.shape[-1]
+        numbers = (key.numel() + value.numel()) * share / repeated
+        self.attention += 2 * pairs * widths * share * seen
+        self.keys += numbers * key.element_size()
+        self.key_sums += numbers * max(key.element_size(), 4)
+        self.queries += query.numel() / query.shape[-1] * widths * query.element_size() * share
+        self.heads += query.shape[1] * share
+        self.key_heads += key.shape[1] * share / repeated
 
 
 @contextmanager

@@ -12,8 +12,10 @@ that differ in nothing else the fastest is returned.
 
 A step has the same samples in all layouts. `tp_size` stays within a node. Encoders have the replicas of the loss
 modality, or share ranks. Their `cp_size` is 1 or that of the loss modality; then each rank takes whole items, where a
-run accepts that and the configuration names no other `cp_mode`. What it says of paths stays. Modalities after the
-language model and replicas that are unlike are refused.
+run accepts that and the configuration names no other `cp_mode`. The loss modality has the `cp_mode` whose waits are
+shortest, of those that a run accepts, or what the configuration names: layouts that differ in it differ in nothing
+else, memory included. What it says of paths stays. Modalities after the language model and replicas that are unlike are
+refused.
 """
 
 from __future__ import annotations
@@ -299,6 +301,7 @@ class LayoutSearch:
                 cp, width = sizes[loss].cp_size, sizes[loss].cp_size * sizes[loss].tp_size
                 fits = replicas * width <= world <= replicas * width * _DEEPEST and not world // replicas % width
                 if fits and self.samples in (None, samples) and all(option.cp_size in (1, cp) for option in chosen):
+                    sizes[loss] = self._fastest_mode(sizes[loss], samples)
                     copies = replicas * min(modality.cp_size for modality in sizes.values())
                     for ep in divisors(math.gcd(copies, *self.experts.values())) if self.experts else [1]:
                         shared = {name: replace(sizes[name], ep_size=ep) for name in self.experts}
@@ -312,19 +315,44 @@ class LayoutSearch:
             return [now]
         tps = [tp for tp in divisors(layout.ranks_per_node) if tp == 1 or self._works(name, replace(now, tp_size=tp))]
         for cp in (cp for cp in divisors(layout.size) if cp <= 2 * layout.ranks_per_node):
-            ways = [replace(now, cp_size=cp)]
+            ways = self._modes(replace(now, cp_size=cp))
             if by_items and cp > 1:  # nothing travels
                 ways.insert(0, with_fields(now, cp_size=cp, cp_mode="items"))
             if shared := next((way for way in ways if cp == 1 or self._works(name, way)), None):
                 sized += [replace(shared, tp_size=tp) for tp in tps if layout.size % (tp * cp) == 0]
         return sized
 
+    def _modes(self, modality: Modality) -> list[Modality]:
+        """A modality with each `cp_mode` that it may have: any where it names none, hybrids of all sizes."""
+        cp, named = modality.cp_size, modality.context.cp_mode
+        modes = ("allgather", "ring", "ulysses", "hybrid") if named == "allgather" else (named,)
+        sizes = divisors(cp)[1:-1] if "hybrid" in modes else []
+        simple = [with_fields(modality, cp_mode=mode) for mode in modes if mode != "hybrid"]
+        hybrids = [with_fields(modality, cp_mode="hybrid", ulysses_size=size) for size in sizes]
+        return simple + hybrids if cp > 1 else [modality]
+
+    def _fastest_mode(self, modality: Modality, samples: int) -> Modality:
+        """The loss modality with the fastest `cp_mode` that a run accepts: layouts differ in nothing else by it."""
+        loss = self.plan.partition.loss_modality
+        key = "mode", modality.tp_size, modality.cp_size, samples
+        if key not in self._known:
+            now = replace(self.plan.modalities[loss], cp_size=modality.cp_size)
+            modes = [replace(modality, context=mode.context) for mode in self._modes(now)]
+            modes.sort(key=lambda mode: self.costs.waits(loss, mode, samples))
+            contexts = (mode.context for mode in modes)
+            self._known[key] = next(each for each in contexts if self._works(loss, replace(now, context=each)))
+        return replace(modality, context=self._known[key])
+
     def _works(self, name: str, tried: Modality) -> bool:
-        try:
-            plan = self.accepted(Candidate({**self.plan.modalities, name: tried}, "1f1b", self.costs.samples, 1))
-        except ConfigError:
-            return False
-        return not any(path.startswith(f"{plan.partition.layers[name]}.") for path in plan.division.whole)
+        """Whether a run accepts a size of a modality, with layers that are not whole on all ranks."""
+        key = "works", name, tried.tp_size, tried.cp_size, tried.context
+        if key not in self._known:
+            self._known[key] = False
+            with suppress(ConfigError):
+                plan = self.accepted(Candidate({**self.plan.modalities, name: tried}, "1f1b", self.costs.samples, 1))
+                inside = f"{plan.partition.layers[name]}."
+                self._known[key] = not any(path.startswith(inside) for path in plan.division.whole)
+        return bool(self._known[key])
 
     def _saving(self, sizes: Candidate, levels: _Levels, *, offloads: bool) -> Candidate:
         """Sizes with memory brought down so far, and with states of optimizers on the host where `offloads`."""
@@ -396,7 +424,7 @@ class LayoutSearch:
         """Seconds of the forward and backward of each unit."""
         modality = candidate.modalities[name]
         again = str(modality.memory.activation_checkpointing)
-        sizes = modality.tp_size, modality.cp_size, modality.context.cp_mode, modality.ep_size
+        sizes = modality.tp_size, modality.cp_size, modality.context, modality.ep_size
         key = name, *sizes, again, candidate.samples
         if key not in self._known:
             row = self.costs.units(name, modality, candidate.samples)
@@ -524,6 +552,7 @@ def words(candidate: Candidate) -> str:
         sizes = {"dp": cfg.dp_size or 1, "tp": cfg.tp_size, "cp": cfg.cp_size, "ep": cfg.ep_size, "pp": cfg.stages}
         terms = [f"{key} {size}" for key, size in (sizes | {"chunks": cfg.pipeline.pp_chunks}).items() if size > 1]
         terms += [f"cp_mode {cfg.context.cp_mode}"] * (cfg.cp_size > 1 and cfg.context.cp_mode != "allgather")
+        terms += [f"of {cfg.context.ulysses_size}"] * (cfg.context.ulysses_size is not None)
         terms += [f"zero {cfg.sharding.zero_stage}"] * bool(cfg.sharding.zero_stage)
         terms += [f"recompute {cfg.memory.activation_checkpointing}"] * (cfg.memory.activation_checkpointing != "none")
         terms += [f"offload {' and '.join(cfg.offloads)}"] * bool(cfg.offloads)

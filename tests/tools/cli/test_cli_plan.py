@@ -139,10 +139,12 @@ def test_a_search_that_left_layouts_says_so(plan: Plan, monkeypatch: pytest.Monk
 
 
 def test_settings_that_the_search_leaves_out_are_named() -> None:
-    contexts = {"cp_mode": "hybrid", "ulysses_size": 2}
+    contexts = {"cp_mode": "ring", "inner_ring_size": 2}
     modalities = {"vision": Modality(), "language": Modality(cp_size=4, context=contexts)}
     (line,) = _not_searched(modalities)
-    assert line.endswith("left out of the layouts above: modalities.language.context.cp_mode: hybrid")
+    assert line.endswith("left out of the layouts above: modalities.language.context.inner_ring_size: 2")
+    hybrid = {"cp_mode": "hybrid", "ulysses_size": 2}
+    assert _not_searched({"language": Modality(cp_size=4, context=hybrid)}) == []
     assert _not_searched({"language": Modality(tp_size=2)}) == []
 
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_mm5d.config.groups import with_fields
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.context_parallel.balance import uniform
+from lightning_mm5d.context_parallel.exchange.attention import STEP_BYTES, ContextGroups, context_attention
+from lightning_mm5d.context_parallel.masks.mask import Mask
 from lightning_mm5d.partition.costs import Unit, step_costs
+from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.tools.planner.activation_trace import Trace
 from lightning_mm5d.tools.planner.layout_costs import Cluster, LayoutCosts, Link
-from lightning_mm5d.tools.planner.profile import Measured
+from lightning_mm5d.tools.planner.profile import Measured, Work
 from lightning_mm5d.tools.planner.search import LayoutSearch
 from tools.planner.searches import searching
 from zoo import CASES
@@ -165,3 +173,112 @@ def test_a_rank_takes_its_part_of_a_measured_update_after_the_schedule(language:
     assert two.costs.measured({}, "language").step_time(plan, "1f1b", 2, 2, 2) == two.costs.step_time(
         plan, "1f1b", 2, 2, 2
     )
+
+
+class Attended(NamedTuple):
+    """What ranks that share sequences exchange for an attention.
+
+    Attributes:
+        mode: its name.
+        heads: of queries and of keys.
+        inner: ranks of the inner groups, of four.
+        dtype: of all tensors.
+    """
+
+    mode: Any
+    heads: tuple[int, int]
+    inner: int = 1
+    dtype: torch.dtype = torch.float32
+
+
+def sent(attended: Attended, tokens: int, width: int) -> float:
+    """Bytes that one of four ranks sends for the forward and the backward of an attention, on a backend without any."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        made = [TensorGroup(dist.group.WORLD)]  # type: ignore[arg-type]
+        if attended.inner > 1:
+            for ranks in (range(attended.inner), range(0, 4, attended.inner)):
+                made.append(TensorGroup(dist.new_group(list(ranks))))
+        groups = ContextGroups(*made)
+        split = uniform(4 * tokens, 4)
+        shapes = ((1, heads, tokens, width) for heads in (attended.heads[0], attended.heads[1], attended.heads[1]))
+        q, k, v = (torch.randn(shape, dtype=attended.dtype, requires_grad=True) for shape in shapes)
+        mask = Mask(lambda b, h, i, j: i >= j, batch=1, q_length=4 * tokens, k_length=4 * tokens, device="cpu")
+        context_attention(q, k, v, mask, split, groups, mode=attended.mode, scale=1.0).sum().backward()
+        return sum(group.moved for group in made)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "attended",
+    [
+        Attended("allgather", (8, 4)),
+        Attended("allgather", (8, 4), dtype=torch.bfloat16),
+        Attended("ring", (8, 4)),
+        Attended("ring", (8, 4), dtype=torch.bfloat16),
+        Attended("ulysses", (8, 4)),
+        Attended("ulysses", (8, 2), dtype=torch.bfloat16),
+        Attended("hybrid", (8, 4), inner=2),
+        Attended("hybrid", (8, 1), inner=2, dtype=torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_each_mode_of_context_parallel_ranks_sends_the_bytes_that_it_is_counted_with(
+    one: LayoutSearch, attended: Attended
+) -> None:
+    tokens, width = 32, 16
+    work, shapes = Work(), [(1, heads, tokens, width) for heads in attended.heads]
+    queries, keys = (torch.empty(shape, dtype=attended.dtype) for shape in shapes)
+    work.attend(queries, keys, keys, 1.0, 1.0, 1)
+    cluster = Cluster(nodes=1, ranks=4, memory=1, inside=Link(0.0, 1.0), flops=1e300, memory_bandwidth=1e300)
+    options: dict[str, Any] = {"ulysses_size": attended.inner} if attended.mode == "hybrid" else {}
+    modality = with_fields(Modality(cp_size=4), cp_mode=attended.mode, **options)
+    waits = replace(one.costs, cluster=cluster)._context_waits(modality, work, Measured(1.0, 1.0), 1.0)
+    assert sum(waits) == pytest.approx(sent(attended, tokens, width))
+
+
+def waits(one: LayoutSearch, mode: str, work: Work, cluster: Cluster, size: int) -> tuple[float, float]:
+    costs = replace(one.costs, cluster=cluster)
+    return costs._context_waits(with_fields(Modality(cp_size=size), cp_mode=mode), work, Measured(1.0, 1.0), 1.0)
+
+
+def test_a_ring_computes_while_blocks_travel_and_an_exchange_of_heads_does_not(one: LayoutSearch) -> None:
+    """Blocks take 1 of keys, 1 of gradients; ranks compute 8 of a forward, in 4 parts, and 20 of a backward."""
+    work = Work(attention=8.0, keys=1.0, key_sums=1.0, queries=4.0, heads=8.0, key_heads=4.0)
+    cluster = Cluster(nodes=1, ranks=4, memory=1, inside=Link(0.0, 1.0), flops=1.0, memory_bandwidth=1e300)
+    assert waits(one, "ring", work, cluster, 4) == pytest.approx((0.0, 1.0)), "the last hop of gradients is waited for"
+    assert waits(one, "ring", work, replace(cluster, flops=8.0), 4) == pytest.approx(
+        (3 * (1 - 0.25), 3 * (2 - 0.625) + 1)
+    )
+    assert waits(one, "ulysses", work, cluster, 4) == pytest.approx((0.75 * 5, 0.75 * 5))
+    assert waits(one, "allgather", work, cluster, 4) == pytest.approx((3.0, 6.0)), "one step of all heads"
+    many = replace(work, keys=STEP_BYTES / 4, key_sums=STEP_BYTES / 4)  # four heads of 2 MiB over four ranks: one step
+    assert waits(one, "allgather", many, cluster, 4) == pytest.approx((3 * many.keys, 6 * many.keys))
+    steps = replace(many, keys=STEP_BYTES, key_sums=STEP_BYTES, attention=4 * 3 * STEP_BYTES)  # of one head each
+    assert waits(one, "allgather", steps, cluster, 4) == pytest.approx((3 / 4 * STEP_BYTES, 6 / 4 * STEP_BYTES))
+
+
+def test_a_ring_over_nodes_sends_between_them_once_a_round_and_heads_are_computed_by_the_rank_with_most(
+    one: LayoutSearch,
+) -> None:
+    work = Work(attention=8.0, keys=1.0, key_sums=1.0, queries=4.0, heads=6.0, key_heads=6.0)
+    slow = Cluster(
+        nodes=2, ranks=2, memory=1, inside=LINK, between=Link(0.0, 0.01), flops=1e300, memory_bandwidth=1e300
+    )
+    hop, far = 1.1, 100.0  # two rounds of a hop in each node, and one hop between nodes beside the first round
+    forward, backward = waits(one, "ring", work, slow, 4)
+    assert forward == pytest.approx(2 * hop + far - hop)
+    assert backward == pytest.approx(2 * (3 * hop) + 2 * far - 3 * hop + far)
+    free = replace(slow, nodes=1, ranks=4, inside=Link(0.0, 1e300), flops=1.0)
+    # of six heads two ranks have two: they compute 8 / 4 * 4 / 6 * 2 where a quarter is 2
+    assert waits(one, "ulysses", work, free, 4) == pytest.approx((8 / 3, 20 / 3))
+
+
+def test_key_heads_that_attentions_repeat_for_a_mask_do_not_travel_so(one: LayoutSearch) -> None:
+    config = CASES["llama"].build().model.config
+    work = one.costs.of_one.units["language"][1].work
+    assert (work.heads, work.key_heads) == (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
+    samples, length = CASES["llama"].make_batch([1] * 2)["input_ids"].shape
+    assert work.keys == work.key_sums == samples * length * 2 * config.num_key_value_heads * config.head_dim * 4
+    assert work.queries == 2 * work.keys

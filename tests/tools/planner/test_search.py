@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -188,3 +189,55 @@ def test_encoders_on_ranks_that_share_sequences_take_whole_items_which_is_faster
     assert words(candidate("items", 2)).startswith("vision: cp 2 cp_mode items with language, language: cp 2;")
     configured = searching("llava", 2, fields={"vision": {"context": {"cp_mode": "ring"}}}, **SLOW)
     assert {each.context.cp_mode for each in configured._sizes("vision")} == {"ring"}
+
+
+def modes(one: LayoutSearch, cp: int = 4, tp: int = 1) -> set[tuple[str, int | None]]:
+    """How the language model's ranks reach each other's tokens in the choices of a search."""
+    chosen = (sizes.modalities["language"] for sizes in one._choices())
+    fitting = (each.context for each in chosen if (each.cp_size, each.tp_size) == (cp, tp))
+    return {(each.cp_mode, each.ulysses_size) for each in fitting}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ranks_of_the_language_model_reach_tokens_in_the_fastest_way_that_a_run_accepts() -> None:
+    """A Llama with four heads, two of them of keys.
+
+    Under slow flops a ring waits for nothing but its last gradients. With fast flops four ranks send, of their keys and
+    values, 3 and 6 parts in an all-gather, 3 and 7 in a ring, 3 and 4.5 in an exchange for heads, which repeats those
+    of keys, and 2.5 and 4.5 in a hybrid of two. Two ranks with two heads each, which read the same keys, send 1 and 2
+    in an all-gather, 1 and 3 in a ring, and 2 and 3 in an exchange. With slow messages a ring has fewest.
+    """
+    first = searching("llama", 4, memory_bandwidth=1e300)
+
+    def of(link: Link, flops: float) -> LayoutSearch:
+        cluster = replace(first.costs.cluster, inside=link, flops=flops)
+        return replace(first, costs=replace(first.costs, cluster=cluster, known={}))
+
+    assert modes(of(Link(0.0, 1e9), 1e6)) == modes(of(Link(1.0, 1e9), 1e15)) == {("ring", None)}
+    heads = of(Link(0.0, 1e9), 1e15)
+    assert modes(heads) == {("hybrid", 2)}
+    assert modes(heads, 2, 2) == {("allgather", None)}
+    found = heads.judged(next(each for _, each in placed(heads) if each.modalities["language"].cp_size == 4))
+    assert "cp 4 cp_mode hybrid of 2" in words(found.candidate)
+    assert heads.accepted(found.candidate).modalities["language"].context.cp_mode == "hybrid"
+    for mode in ("allgather", "ring", "ulysses"):
+        language = with_fields(found.candidate.modalities["language"], cp_mode=mode, ulysses_size=None)
+        slower = heads.judged(found.candidate._replace(modalities={"language": language}))
+        assert slower.time.seconds > found.time.seconds
+        assert slower.memory == found.memory, "the search compares their seconds alone"
+
+
+def placed(one: LayoutSearch) -> Iterator[tuple[float, Candidate]]:
+    return chain.from_iterable(map(one._placed, one._choices()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_way_to_reach_tokens_that_is_configured_stays_and_a_hybrid_has_groups_of_any_size() -> None:
+    for mode in ("ring", "ulysses"):
+        assert modes(searching("llama", 4, fields={"language": {"cp_mode": mode}}, **SLOW)) == {(mode, None)}
+    hybrid = searching("llama", 8, fields={"language": {"cp_size": 4, "cp_mode": "hybrid", "ulysses_size": 2}}, **SLOW)
+    assert modes(hybrid) == {("hybrid", 2)}
+    assert modes(hybrid, 8) <= {("hybrid", 2), ("hybrid", 4)}
+    assert modes(hybrid, 2) == set(), "two ranks have no groups of several ranks"
+    eight = replace(hybrid.plan.modalities["language"], cp_size=8)
+    assert {each.context.ulysses_size for each in hybrid._modes(eight)} == {2, 4}
