@@ -339,8 +339,8 @@ class LayoutSearch:
             now = replace(self.plan.modalities[loss], cp_size=modality.cp_size)
             modes = [replace(modality, context=mode.context) for mode in self._modes(now)]
             modes.sort(key=lambda mode: self.costs.waits(loss, mode, samples))
-            contexts = (mode.context for mode in modes)
-            self._known[key] = next(each for each in contexts if self._works(loss, replace(now, context=each)))
+            accepted = (mode.context for mode in modes if self._works(loss, replace(now, context=mode.context)))
+            self._known[key] = next(accepted, modality.context)
         return replace(modality, context=self._known[key])
 
     def _works(self, name: str, tried: Modality) -> bool:
