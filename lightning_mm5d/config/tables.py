@@ -40,11 +40,6 @@ Page = list[str | Table]
 """Paragraphs and tables, one below the other."""
 
 
-def as_text(page: Page) -> str:
-    """The page as plain text, with an empty line between its parts."""
-    return "\n\n".join(map(str, page))
-
-
 def memory_text(size: int) -> str:
     """Return a number of bytes with its unit: ``1.5 GiB``."""
     power = min((max(size, 1).bit_length() - 1) // 10, 4)

@@ -164,7 +164,10 @@ class Engine:
             for stage in (views if len(views) > 1 else ())
         }
         for name in plan.ownership.written_by_all if len(views) > 1 else ():
-            runtime.call_buffers[plan.partition.owners[name][0].modality].append(places[name])
+            modality = plan.partition.owners[name][0].modality
+            stages = [key for key, view in views.items() if modality in view.cuts]
+            writer = max(stages, key=lambda key: key.number, default=None)
+            runtime.call_buffers.setdefault(modality, (writer, []))[1].append(places[name])
 
     def execute(self, step: Step, trainable: frozenset[str], ending: Ending | None = None) -> None:
         """Run all microbatches of a step; results of the last stage go to ``step.finish``.

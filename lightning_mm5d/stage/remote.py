@@ -235,24 +235,27 @@ def copied_buffers(places: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
             buffers[name] = None if buffer is None else copies[id(buffer)].original
 
 
-def buffers_in_call(places: Iterable[tuple[nn.Module, str]], *, here: bool) -> AbstractContextManager[None]:
-    """Enter in a call of an encoder that is computed `here`, which writes to its buffers; another writes to copies."""
-    return _shown_originals(places) if here else copied_buffers(places)
+def buffers_in_call(places: Iterable[tuple[nn.Module, str]], *, writes: bool) -> AbstractContextManager[None]:
+    """Enter in a call of an encoder, which writes to its buffers, or to copies of them."""
+    return _shown_originals(places) if writes else copied_buffers(places)
 
 
 @contextmanager
 def _shown_originals(places: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
     """Put buffers in place of their copies again, where they are copied; what they are then stays in their places."""
-    copies: list[Any] = [
-        (p._buffers, name, copy) for p, name in places if hasattr(copy := p._buffers[name], "original")
-    ]
-    for buffers, name, copy in copies:
-        buffers[name] = copy.original
+    shown: list[tuple[dict[str, Any], str, Any, Any]] = []
+    for part, name in places:
+        last: Any = part._buffers[name]
+        while hasattr(getattr(last, "original", None), "original"):
+            last = last.original
+        shown += [(part._buffers, name, part._buffers[name], last)] * hasattr(last, "original")
+    for buffers, name, _, last in shown:
+        buffers[name] = last.original
     try:
         yield
     finally:
-        for buffers, name, copy in copies:
-            copy.original, buffers[name] = buffers[name], copy
+        for buffers, name, copy, last in shown:
+            last.original, buffers[name] = buffers[name], copy
 
 
 def buffers_in(module: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -323,12 +323,11 @@ class Run:
         cut = self.stage.cuts.get(modality)
         if cut is not None:
             self._resume()
-        outside = frozenset(self._inside)
         result = self._called(name, modality, original, args, kwargs)
         if cut is not None and self._runtime.partition.encoders[modality].runs_after:
             result = unsharded(self._runtime.read_fields(name, result))
         if cut is not None and cut.index == len(self._runtime.partition.stages[modality]) - 1:
-            self._boundaries_out.append((name, result, outside))
+            self._boundaries_out.append((name, result, frozenset(self._inside)))
             return self._taps.result(call, copies(result), computed=True)
         if cut is not None and self._trace is not None:
             self._trace.needs(self._runtime.read_fields(name, result))
@@ -344,7 +343,8 @@ class Run:
             # what is compiled expects no stand-ins
             eager = nullcontext() if here else torch.compiler.set_stance("force_eager")
             is_whole = here and not self._runtime.has_parts(modality)
-            buffers = buffers_in_call(self._runtime.call_buffers[modality], here=here)
+            writer, places = self._runtime.call_buffers.get(modality, (None, ()))
+            buffers = buffers_in_call(places, writes=writer == self.stage.name)
             with eager, buffers, self.writes.noted(name, self._runtime.path_of[name], is_whole=is_whole):
                 return original(*args, **kwargs)
         except Exception:

@@ -5,7 +5,7 @@ Refuses what arrived in a stage and its step did not use: it would get no gradie
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
@@ -114,8 +114,8 @@ class Runtime:
         lists: the layers of each modality, or the parts that stand for them.
         wanted: for each boundary, the fields of its result that callers read; None for all.
         user_hooks: those inside of each encoder.
-        call_buffers: by modality, buffers beside no parameter. Calls of an encoder write to its own where it is
-            computed, and the rest of a step where its last stage here is run.
+        call_buffers: by modality, where a rank runs several stages, the stage in which calls of an encoder write to its
+            buffers that are beside no parameter, and these; the rest of a step writes to them in the rank's last stage.
         modality_of: the modality that each boundary belongs to.
         path_of: the path of the module that each boundary belongs to.
         handed: gets ids of the tensors that a training step gives to boundaries which other ranks compute; None unless
@@ -159,7 +159,7 @@ class Runtime:
         self.path_of = {cut.name: cut.path for encoder in partition.encoders.values() for cut in encoder.boundaries}
         self.wanted: dict[str, frozenset[str] | None] = {}
         self.user_hooks: dict[str, UserHooks] = {}
-        self.call_buffers: defaultdict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
+        self.call_buffers: dict[str, tuple[Any, list[tuple[nn.Module, str]]]] = {}
         self.handed: set[int] | None = None
         self.lists: dict[str, list[nn.Module]] = {
             name: [root.get_submodule(path) for path in parts.paths] for name, parts in partition.parts.items()

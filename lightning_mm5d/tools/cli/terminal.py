@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.tables import Page, Table, as_text
+from lightning_mm5d.config.tables import Page, Table
 
 
 def check_writable(option: str, path: Path | None) -> None:
@@ -47,7 +47,7 @@ def unwritable(option: str, path: Path, error: OSError) -> ConfigError:
 def show(page: Page) -> None:
     """Print a page on standard output."""
     if not sys.stdout.isatty():
-        print(as_text(page))
+        print("\n\n".join(map(str, page)))
         return
     from rich.console import Console
 

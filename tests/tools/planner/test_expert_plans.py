@@ -12,7 +12,6 @@ from features.shared_experts.expert_case import BATCHED, GROUPED
 from features.shared_experts.families import FAMILIES
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.tables import as_text
 from lightning_mm5d.features.refusals.feature import remade
 from lightning_mm5d.partition import partition
 from lightning_mm5d.plan.plan import Plan
@@ -86,7 +85,7 @@ def test_what_grouped_products_keep_is_counted_though_they_have_no_memory() -> N
 
 def test_the_page_says_which_ranks_share_which_experts() -> None:
     plan = planned(4, ep_size=2)
-    text = as_text(report(plan, MODULE, schedule="1f1b", num_microbatches=2))
+    text = "\n\n".join(map(str, report(plan, MODULE, schedule="1f1b", num_microbatches=2)))
     assert "5 of language shared by ranks 0-1; 2-3, 3, 2 on each, in 2 layers" in text
     held = [one.parameters for one in holdings(plan, MODULE)]
     assert held == [sum(SIZES.values()) - EXPERTS + EXPERTS * count // 5 for count in (3, 2, 3, 2)]
