@@ -8,24 +8,15 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from features.toys import LANGUAGE, VISION, Layout
 from lightning_mm5d import Modality
 from ranks import run_ranks
-from tools.dryrun.test_dryrun import Adam, Data, M, Small, Texting, counted, dry, messages_of
+from tools.dryrun.test_dryrun import Adam, Data, Lines, Small, Texting, counted, dry, messages_of
 
 EXPERTS = 4
-
-
-class Lines(L.LightningDataModule):
-    """An epoch of more steps than are counted, for ranks compare more in the first of an epoch."""
-
-    def train_dataloader(self) -> Any:
-        tokens = torch.randint(512, (16 * M, 16))
-        return DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=2 * M)
 
 
 class Even(MixtralTopKRouter):
@@ -38,8 +29,8 @@ class Even(MixtralTopKRouter):
         return scores, scores.gather(1, index), index
 
 
-class Experts(Texting):
-    """A Mixtral of four layers."""
+class EvenExperts(Texting):
+    """A Mixtral of four layers, whose routers are even."""
 
     def __init__(self) -> None:
         L.LightningModule.__init__(self)
@@ -48,6 +39,9 @@ class Experts(Texting):
         config._experts_implementation = "batched_mm"  # grouped products know no float64
         self.model = MixtralForCausalLM(config)
         self.double()
+        for module in self.modules():
+            if type(module) is MixtralTopKRouter:
+                module.__class__ = Even
 
 
 class Frozen(Adam):
@@ -56,14 +50,6 @@ class Frozen(Adam):
     def __init__(self) -> None:
         super().__init__()
         self.encoder.requires_grad_(False)
-
-
-class EvenExperts(Experts):
-    def __init__(self) -> None:
-        super().__init__()
-        for module in self.modules():
-            if type(module) is MixtralTopKRouter:
-                module.__class__ = Even
 
 
 def of_text(world: int, replicas: int = 1, **options: Any) -> Layout:

@@ -223,8 +223,10 @@ class Small(Texting):
 
 
 class Lines(L.LightningDataModule):
+    """An epoch of more steps than are counted, for ranks compare more in the first of an epoch."""
+
     def train_dataloader(self) -> Any:
-        tokens = torch.randint(512, (6 * M, 16))
+        tokens = torch.randint(512, (16 * M, 16))
         return DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=2 * M)
 
 
